@@ -21,6 +21,7 @@ from common.generation.hybrid_engine import HybridEngine, HybridOptions
 from common.models.divergence import TeacherLogits, hidden_states, scores_and_divergence
 from common.models.loading import plain_model
 from common.models.model_inputs import ModelInputs, build_model_inputs
+from common.models.offloaded_weights import OffloadedWeights
 from common.models.output_head import SamplingMask, kept_tokens
 from common.models.policy_model import PolicyModel, language_model
 from common.models.saved_adapters import is_adapter
@@ -53,11 +54,8 @@ class Role:
     name, clock = "", ""  # as the watchdog and the step's costs call its scoring
 
     def __post_init__(self) -> None:
-        tensors = [*self.model.parameters(), *self.model.buffers()] if self.is_offloaded else []
-        # Page-locked, so that a copy to the GPU does not wait; nothing changes there, so nothing comes back.
-        self._on_cpu = [(t, t.data.pin_memory() if distributed.has_gpu() else t.data) for t in tensors]
-        for tensor, data in self._on_cpu:
-            tensor.data = data
+        is_away = self.is_offloaded and distributed.has_gpu()
+        self._offloaded = OffloadedWeights(self.model) if is_away else None
 
     def score(self, batches: Sequence[PackedBatch]) -> list[Any]:
         """Return what the role says of each batch. Every rank must call this with as many."""
@@ -68,14 +66,9 @@ class Role:
     def scoring(self) -> Iterator[None]:
         """Have the model without gradients and dropout, its weights where they can be computed with."""
         self.model.eval()
-        with watchdog.phase(f"the scores of the {self.name}", clock=self.clock), torch.no_grad():
-            for tensor, data in self._on_cpu:
-                tensor.data = data.to(distributed.device(), non_blocking=True)
-            try:
-                yield
-            finally:
-                for tensor, data in self._on_cpu:
-                    tensor.data = data
+        weights = self._offloaded.on_device() if self._offloaded else nullcontext()
+        with watchdog.phase(f"the scores of the {self.name}", clock=self.clock), torch.no_grad(), weights:
+            yield
 
     def answer(self, batch: PackedBatch) -> Any:
         """Return what the role says of a batch."""

@@ -12,12 +12,14 @@ dispatch mode sees every operation, forward and backward, in every thread that i
 - marked and unmarked tensors in one operation raise torch's own error, and so does another process's GPU;
 - host waits, copies between host and device, operations that would launch a kernel, and bytes are recorded;
 - a copy that does not wait is only read after a wait; it is one only from or to pinned memory;
+- what a stream makes, or copies to the device, another one touches only after it has waited for that;
 - a CUDA graph is a tape: what is captured runs again, with the Python numbers of the capture; what CUDA
   forbids while it captures is an error, and so is a replay after memory that it reads was freed;
 - process groups are nccl's unless their maker says gloo: they refuse tensors of the CPU, gloo's the device's;
 - DeepSpeed has its own accelerator for CUDA.
 
-It does not know streams' order, the kernels' own checks of arguments, or memory that lies between tensors.
+It does not know what streams write in place, the kernels' own checks of arguments, or memory that lies
+between tensors.
 """
 
 import contextlib
@@ -32,7 +34,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import real_accelerator
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
-from pretended_tensors import Event, Graph, Operations, PretendedGpu, caller, gpus, now
+from pretended_streams import Graph, Stream, StreamEvent, on_stream
+from pretended_tensors import Event, Operations, PretendedGpu, caller, gpus, now
 from torch import Tensor
 from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
@@ -174,49 +177,7 @@ class Questions(TorchFunctionMode):
         return gpu.mark(made)
 
 
-# ---- streams and graphs ---------------------------------------------------------------------------------
-
-
-class Stream:
-    """A stream: everything is in order here."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.gpu, self.device = now(), now().device
-
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing runs at the side."""
-
-    wait_event = wait_stream
-
-    def record_event(self, event: Any = None) -> Any:
-        """Nothing to wait for."""
-        return event or StreamEvent()
-
-    def synchronize(self) -> None:
-        """The host waits."""
-        self.gpu.wait(f"{type(self).__name__}.synchronize")
-
-    def query(self) -> bool:
-        """All is done."""
-        self.gpu.settle()
-        return True
-
-    def is_capturing(self) -> bool:
-        """Whether operators are recorded."""
-        return self.gpu.capture is not None
-
-
-class StreamEvent(Stream):
-    """An event of a stream: it has happened."""
-
-    def record(self, stream: Any = None) -> None:
-        """It has happened."""
-
-    wait = record
-
-    def elapsed_time(self, other: Any) -> float:
-        """No time is kept."""
-        return 0.0
+# ---- graphs ---------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -286,8 +247,8 @@ def _torch_cuda(gpu: PretendedGpu, capability: tuple[int, int]) -> dict[str, Any
         "memory_stats": dict,
         "get_rng_state": lambda: torch.zeros(16, dtype=torch.uint8),
         "reset_peak_memory_stats": lambda: setattr(gpu, "peak", gpu.allocated),
-        "synchronize": lambda: gpu.wait("synchronize"),
-        "current_stream": lambda: gpu.default_stream,
+        "synchronize": lambda: gpu.wait("synchronize", for_all=True),
+        "current_stream": lambda: gpu.stream,
         "default_stream": lambda: gpu.default_stream,
     }
     nothing = ("empty_cache", "manual_seed", "manual_seed_all", "set_rng_state", "init", "ipc_collect")
@@ -304,7 +265,7 @@ def _torch_cuda(gpu: PretendedGpu, capability: tuple[int, int]) -> dict[str, Any
         "get_sync_debug_mode": lambda: 2 * gpu.waits_raise,
         "Stream": Stream,
         "Event": StreamEvent,
-        "stream": contextlib.nullcontext,
+        "stream": on_stream,
         "is_current_stream_capturing": gpu.default_stream.is_capturing,
         "CUDAGraph": Graph,
         "graph": _graph,
@@ -394,9 +355,7 @@ def pretended_gpu(capability: tuple[int, int] = (8, 0), memory_gib: float = 24.0
         gpus.append(gpu)
         stack.callback(gpus.pop)
         stack.enter_context(mock.patch.multiple(torch.cuda, **_torch_cuda(gpu, tuple(capability))))
-        stack.enter_context(
-            mock.patch.object(torch.accelerator, "current_stream", lambda *_: gpu.default_stream)
-        )
+        stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", lambda *_: gpu.stream))
         # What torch logs of a collective that failed.
         stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", lambda: (2, 27, 3)))
         stack.enter_context(mock.patch.multiple(dist, **public))

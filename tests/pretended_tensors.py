@@ -6,16 +6,16 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_
 
 ROOT = Path(__file__).resolve().parents[1]
-HARNESS = {__file__, str(Path(__file__).with_name("pretended_gpu.py"))}
+HARNESS = {__file__, *(str(Path(__file__).with_name(f"pretended_{name}.py")) for name in ("gpu", "streams"))}
 
 
 def _aten(names: str) -> set[str]:
@@ -48,9 +48,10 @@ class Event(NamedTuple):
 
 
 class Thread(threading.local):
-    """What a thread does: a function of torch, in which C++ may make tensors."""
+    """What a thread does: a function of torch, in which C++ may make tensors; which stream gets its work."""
 
     is_inside = False
+    stream: Any = None
 
 
 class PretendedGpu:
@@ -76,6 +77,9 @@ class PretendedGpu:
         self.thread = Thread()
         self._marks: dict[int, str] = {}  # a storage's address -> device, pinned, or neutral: made by C++
         self._unwritten: set[int] = set()  # storages of the host that the device is still writing
+        self.default_stream: Any = None
+        self._writers: dict[int, tuple[Any, int]] = {}  # of a storage: a stream, and the number of its write
+        self._known: Counter[Any] = Counter()  # writes of each stream that the host has waited for
 
     def clear(self) -> None:
         """Forget what happened."""
@@ -98,12 +102,15 @@ class PretendedGpu:
                 self.allocated += num_bytes
                 self.peak = max(self.peak, self.allocated)
                 self._marks[storage._cdata] = mark
+                if mark == "device":
+                    self._note_write(tensor)
                 weakref.finalize(storage, self._forget, storage._cdata, num_bytes)
         return tensor
 
     def _forget(self, address: int, num_bytes: int) -> None:
         del self._marks[address]
         self._unwritten.discard(address)
+        self._writers.pop(address, None)
         self.allocated -= num_bytes
 
     def has(self, tensor: Any, mark: str = "device") -> bool:
@@ -112,8 +119,27 @@ class PretendedGpu:
             return False
         return self._marks.get(tensor.untyped_storage()._cdata) == mark
 
-    def wait(self, name: str) -> None:
-        """Take note that the host waits for the device; who synchronizes with an idle one does not."""
+    @property
+    def stream(self) -> Any:
+        """The stream that gets this thread's work."""
+        return self.thread.stream or self.default_stream
+
+    def _note_write(self, tensor: Tensor) -> None:
+        stream = self.stream
+        stream.known[stream] += 1
+        self._writers[tensor.untyped_storage()._cdata] = stream, stream.known[stream]
+
+    def check_order(self, tensor: Tensor) -> None:
+        """Raise where this thread's stream touches what another one may not have written yet."""
+        address = tensor.untyped_storage()._cdata if _has_storage(tensor) else None
+        writer, number = self._writers.get(address, (self.stream, 0))
+        if writer is not self.stream and max(self.stream.known[writer], self._known[writer]) < number:
+            raise RuntimeError(f"what another stream may not have written yet is used ({caller()})")
+
+    def wait(self, name: str, stream: Any = None, *, for_all: bool = False) -> None:
+        """Take note that the host waits for a stream, by default the one that gets its work; who synchronizes
+        with an idle device does not.
+        """
         if self.capture:
             raise RuntimeError(f"{name}: operation not permitted when stream is capturing")
         if self.waits_raise:
@@ -122,6 +148,9 @@ class PretendedGpu:
         if not (name.endswith("synchronize") and self._is_idle()):
             self.waits.append(Event(name, caller()))
         self._waited_for = (self.launches.total(), len(self.copies))
+        self._known |= (stream or self.stream).known
+        if for_all:
+            self._writers.clear()
 
     def settle(self) -> None:
         """Let what the device writes to the host be there."""
@@ -144,6 +173,9 @@ class PretendedGpu:
             )
         name = "copy to the device" if to_device else "copy to the host"
         self.copies.append(Event(name, caller(), source.numel() * source.element_size()))
+        if to_device and self.has(target):
+            self.check_order(target)
+            self._note_write(target)
         if not (non_blocking and is_pinned):
             self.wait(name)
         elif not to_device:
@@ -191,13 +223,14 @@ def _knows_size(args: Any, kwargs: Any) -> bool:
     return is_number or kwargs.get("output_size") is not None
 
 
-def _leaves(found: Any) -> list[Any]:
+def leaves_of(found: Any) -> list[Any]:
+    """Return what an operation gives, one by one."""
     return [found] if isinstance(found, Tensor) else tree_leaves(found)
 
 
 def _shares_storage(found: Any, tensors: list[Tensor]) -> bool:
     known = {t.untyped_storage()._cdata for t in tensors if _has_storage(t)}
-    leaves = [t for t in _leaves(found) if isinstance(t, Tensor) and _has_storage(t)]
+    leaves = [t for t in leaves_of(found) if isinstance(t, Tensor) and _has_storage(t)]
     return any(t.untyped_storage()._cdata in known for t in leaves)
 
 
@@ -248,6 +281,8 @@ class Operations(TorchDispatchMode):
         out = func(*args, **kwargs)
         # By what it gives back: reshape, contiguous and to may copy, or not.
         is_view = not is_mutable and _shares_storage(out, tensors)
+        for tensor in tensors if on_device and not is_view else ():
+            gpu.check_order(tensor)
         if not is_view and not (name == "aten::copy_" and on_device):  # a copy waits its turn on the device
             for tensor in tensors:
                 gpu.check_written(tensor)
@@ -316,90 +351,3 @@ class Operations(TorchDispatchMode):
             if gpu.capture:
                 gpu.capture.record(func, args, kwargs, None)
         return func(*args, **kwargs)
-
-
-# ---- graphs -------------------------------------------------------------------------------------------
-
-
-class Graph:
-    """A captured graph: a tape of operations, with the Python numbers of its capture.
-
-    It keeps alive what was made in the capture, and nothing else that it reads.
-    """
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.gpu, self.stream = now(), None
-        self.reset()
-
-    def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Take an operation on the tape."""
-        with self.gpu.quiet():
-            args, kwargs = tree_map_only(Tensor, self._take, (args, kwargs))
-        is_new = not (hasattr(func, "_schema") and func._schema.is_mutable)
-        self.tape.append((func, args, kwargs, _leaves(out) if is_new else []))
-
-    def own(self, made: Any) -> None:
-        """Keep what is made in the capture: its memory is the graph's."""
-        tensors = [tensor for tensor in tree_leaves(made) if isinstance(tensor, Tensor)]
-        self._kept += tensors
-        self._made |= set(map(_address, tensors))
-
-    def _take(self, tensor: Tensor) -> Tensor:
-        gpu = self.gpu
-        if not gpu.has(tensor) and not gpu.has(tensor, "pinned"):
-            return tensor.clone()  # a number
-        if _address(tensor) not in self._made:
-            self._read[_address(tensor)] += 1
-        return tensor.detach()
-
-    def keep(self, written: Iterable[Any]) -> None:
-        """Keep what an operation is about to write: nothing is done while it is captured."""
-        for tensor in (x for x in tree_leaves(list(written)) if isinstance(x, Tensor)):
-            storage = tensor.untyped_storage()
-            self._before.setdefault(storage._cdata, (storage, storage.clone()))
-
-    def end(self) -> None:
-        """Put back what the operations of the capture have written."""
-        with self.gpu.quiet():
-            for storage, before in self._before.values():
-                storage.copy_(before)
-        self._before = {}
-
-    def replay(self) -> None:
-        """Run the tape: results go where they went when it was captured."""
-        gpu = self.gpu
-        assert self.tape, "an empty graph, or one that was reset, is replayed"
-        for address, num_own in self._read.items():  # Python has one, too
-            if torch._C._storage_Use_Count(address) <= num_own + 1:
-                raise RuntimeError("CUDA error: an illegal memory access: the graph reads what was freed")
-        gpu.launches["a graph"] += 1
-        with gpu.quiet(), torch.no_grad():
-            for func, args, kwargs, out in self.tape:
-                new = func(*args, **kwargs)
-                if getattr(func, "namespace", "") == "c10d":
-                    new[-1].wait()
-                    continue
-                for old, value in zip(out, _leaves(new) if out else (), strict=True):
-                    if isinstance(old, Tensor):
-                        old.copy_(value)
-
-    def has_collectives(self) -> bool:
-        """Whether some were captured."""
-        return any(getattr(func, "namespace", "") == "c10d" for func, *_ in self.tape)
-
-    def reset(self) -> None:
-        """Forget the tape."""
-        self.tape: list[tuple[Any, Any, Any, Any]] = []
-        self._kept: list[Tensor] = []
-        self._made: set[int] = set()  # their storages
-        self._read: Counter[int] = Counter()  # other storages, and how many tensors of the tape have them
-        self._before: dict[int, tuple[Any, Any]] = {}  # storages, what was in them
-        self.gpu.graphs.discard(self)
-
-    def pool(self) -> Any:
-        """A name for its memory."""
-        return (0, id(self))
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -297,15 +297,22 @@ def narrowed_modules(attention: nn.Module) -> list[nn.Module]:
     return attention.narrowing.modules if hasattr(attention, "narrowing") else []
 
 
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of the transformers model in `model`, in order; none where they are not found."""
+    plain = next(m for m in model.modules() if isinstance(m, PreTrainedModel))
+    num_layers = plain.config.get_text_config().num_hidden_layers
+    stacks = [m for m in plain.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
+    return list(stacks[0]) if len(stacks) == 1 else []
+
+
 def narrow_last_layer(model: PreTrainedModel) -> None:
     """Let passes of sequences end to end compute of the last layer, but for its keys and values, only what is
     read.
     """
-    num_layers = model.config.get_text_config().num_hidden_layers
-    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
-    if not takes_packed(model) or len(stacks) != 1:
+    layers = decoder_layers(model)
+    if not takes_packed(model) or not layers:
         return
-    layer = stacks[0][-1]
+    layer = layers[-1]
     found = [(name, m) for name, m in layer.named_children() if hasattr(m, "layer_idx")]
     if len(found) != 1:
         return

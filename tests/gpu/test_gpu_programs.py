@@ -34,12 +34,19 @@ def test_losses_are_those_of_a_cpu(name, tiny, tmp_path):
     check_golden(name, tmp_path / "out")
 
 
-@pytest.mark.parametrize("offload", ["optimizer", "all"])
-def test_offload_changes_no_loss(offload, tiny, tmp_path):
-    step, flags, _ = RUNS["sft"]
-    flags = flags | {"zero_stage": 3, "offload": offload}
-    run([sys.executable, *words(tiny, step, tmp_path / "out", **flags)])
-    check_golden("sft", tmp_path / "out")
+@pytest.mark.parametrize(
+    ("name", "away"),
+    [
+        ("sft", {"zero_stage": 3, "offload": "optimizer"}),
+        ("sft", {"zero_stage": 3, "offload": "all"}),
+        ("ppo", {"offload_reference_model": True, "offload_reward_model": True}),
+    ],
+    ids=str,
+)
+def test_offload_changes_no_loss(name, away, tiny, tmp_path):
+    step, flags, _ = RUNS[name]
+    run([sys.executable, *words(tiny, step, tmp_path / "out", **flags | away)])
+    check_golden(name, tmp_path / "out")
 
 
 def test_the_sampler_agrees_with_the_trainer_in_bf16(tiny, tmp_path, figures):

@@ -109,6 +109,33 @@ def test_a_copy_is_read_after_a_wait():
         assert copied.tolist() == [1.0] * 8 and len(gpu.waits) == 1
 
 
+def test_a_stream_uses_what_another_made_after_a_wait():
+    with pretended_gpu():
+        main, side, source = torch.cuda.current_stream(), torch.cuda.Stream(), torch.ones(8).pin_memory()
+        buffer = torch.empty(8, device="cuda")
+        with torch.cuda.stream(side), pytest.raises(RuntimeError, match="another stream"):
+            buffer.copy_(source, non_blocking=True)  # main may still read what had this memory before
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            assert torch.cuda.current_stream() is side
+            buffer.copy_(source, non_blocking=True)
+            copied = side.record_event()
+            summed, late = buffer.sum(), [source.to("cuda", non_blocking=True) for _ in range(2)]
+        with pytest.raises(RuntimeError, match="another stream"):
+            buffer + 1
+        main.wait_event(copied)
+        assert (buffer + 1).is_cuda
+        with pytest.raises(RuntimeError, match="another stream"):
+            summed + 1
+        for wait, tensor in zip((side.synchronize, torch.cuda.synchronize), late, strict=True):
+            with torch.cuda.stream(side):
+                tensor = tensor + 1
+            with pytest.raises(RuntimeError, match="another stream"):
+                tensor + 1
+            wait()
+            assert (tensor + 1).is_cuda and (summed + 1).is_cuda
+
+
 def test_a_thread_and_a_hook_are_on_it():
     with pretended_gpu():
         found = []

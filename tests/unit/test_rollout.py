@@ -1,10 +1,10 @@
 """Collecting a rollout batch: ids, groups, versions, refilled groups, and what each role says of it."""
 
+import contextlib
 import itertools
 import json
 import math
 import re
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -21,6 +21,7 @@ from common.flags.value_forms import TokenCaps
 from common.generation.generate import Generation
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.lora import LoraOptions, add_lora, trained_weights
+from common.models.offloaded_weights import OffloadedWeights
 from common.models.output_head import SamplingMask
 from common.models.policy_model import PolicyModel
 from common.ranks.failures import StepRefused
@@ -40,7 +41,7 @@ class FakeActor:
 
     is_packed, shares_prompts, num_switches = False, False, 0
 
-    @contextmanager
+    @contextlib.contextmanager
     def generation_mode(self):
         self.num_switches += 1
         yield
@@ -303,9 +304,9 @@ def test_the_reference_stays_what_the_actor_was(only_lora, is_new, tiny_model_fo
     assert (moved - before).abs().max() > 0.1
 
 
-def test_offloaded_weights_cross_to_the_gpu_and_nothing_comes_back(tiny_model_folder):
-    options = ModelOptions(tiny_model_folder("gptj"), dropout=0.0)  # its positions are a buffer
-    model = PolicyModel(load_causal_lm(options, 320), num_valid_tokens=320).requires_grad_(False)
+@pytest.mark.parametrize("family", ["gptj", "gpt2"])  # gptj's positions are a buffer, gpt2's head is tied
+def test_offloaded_weights_cross_to_the_gpu_and_nothing_comes_back(family, tiny_model_folder):
+    model, layers = make_frozen(family, tiny_model_folder)
     batch = make_rollout_batch([0, 1, 2], [3, 5, 2], [4, 1, 5])
     (expected,) = Reference(model, is_packed=False).score([batch])
     tensors = [*model.parameters(), *model.buffers()]
@@ -314,10 +315,46 @@ def test_offloaded_weights_cross_to_the_gpu_and_nothing_comes_back(tiny_model_fo
         reference = Reference(model, is_packed=False, is_offloaded=True)
         for _ in range(2):
             gpu.clear()
-            (found,) = reference.score([batch])
+            found = reference.score([batch, batch])
             copies = {name: sum(c.num_bytes for c in gpu.copies if c.name == name) for name in DIRECTIONS}
             assert num_bytes <= copies["copy to the device"] < 1.01 * num_bytes
             assert copies["copy to the host"] < 0.01 * num_bytes
-            assert not [wait for wait in gpu.waits if wait.where.startswith("roles.py")]
+            places = ("roles.py", "offloaded_weights.py")
+            assert not [wait for wait in gpu.waits if wait.where.startswith(places)]
             assert not any(tensor.is_cuda for tensor in tensors) and gpu.allocated < 0.01 * num_bytes
-            assert found.cpu().equal(expected)
+            assert all(scores.cpu().equal(expected) for scores in found)
+    head = model.causal_lm.get_output_embeddings().weight
+    assert (head is model.causal_lm.get_input_embeddings().weight) == (family == "gpt2")
+    assert layers[1].ln_1.weight is layers[0].ln_1.weight and not layers[0]._forward_pre_hooks
+
+
+def test_a_layer_waits_for_its_own_weights_alone(tiny_model_folder):
+    model, layers = make_frozen("gptj", tiny_model_folder)
+    arrived, weights = [], [layer.mlp.fc_in.weight for layer in layers]
+
+    def can_be_read(tensor):
+        with contextlib.suppress(RuntimeError):  # another stream may not have written it yet
+            return tensor.sum() is not None
+        return False
+
+    with pretended_gpu():
+        reference = Reference(model, is_packed=False, is_offloaded=True)
+        for layer in layers:
+            layer.register_forward_hook(lambda *_: arrived.append([can_be_read(w) for w in weights]))
+        reference.score([make_rollout_batch([0], [3], [4])] * 2)
+        assert arrived == [[True, False], [True, True]] + 2 * [[True, True]]
+        with pytest.raises(KeyboardInterrupt), OffloadedWeights(model).on_device():  # and no layer has waited
+            on_device = [weight.data for weight in weights]
+            assert not any(map(can_be_read, on_device))
+            raise KeyboardInterrupt
+        assert all(map(can_be_read, on_device)), "their memory goes to the next tensor while they are copied"
+        assert not any(weight.is_cuda for weight in weights)
+
+
+def make_frozen(family, tiny_model_folder):
+    """Return a frozen policy and its layers, two of which have a weight in common."""
+    options = ModelOptions(tiny_model_folder(family), dropout=0.0)
+    model = PolicyModel(load_causal_lm(options, 320), num_valid_tokens=320).requires_grad_(False)
+    layers = model.causal_lm.transformer.h
+    layers[1].ln_1.weight = layers[0].ln_1.weight
+    return model, layers

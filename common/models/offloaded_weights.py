@@ -1,0 +1,80 @@
+"""Weights of a frozen model that wait in the CPU's memory between uses."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from common.models.attention import decoder_layers
+from common.ranks import distributed
+
+
+class OffloadedWeights:
+    """A model's parameters and buffers, on the GPU only in the block of `on_device`. Nothing comes back from
+    there: they must not change.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = decoder_layers(model)
+        # Page-locked, so that a copy to the GPU does not wait. What is no layer is the first part.
+        parts = _tensors_by_layer(model, self._layers)
+        self._parts = [[(tensor, tensor.data.pin_memory()) for tensor in part] for part in parts]
+        self._copying = torch.cuda.Stream()
+        self._give_back()
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Have them on the GPU in the block; each is copied once.
+
+        Copies queue on a stream of their own, layer after layer, and a layer waits for its own alone: the
+        first pass computes while later layers are on their way.
+        """
+        computing, hooks = torch.cuda.current_stream(), []
+        try:
+            # Memory of the stream that computes, which goes back to it: no other stream keeps any.
+            for tensor, data in chain(*self._parts):
+                tensor.data = torch.empty_like(data, device=distributed.device())
+            self._copying.wait_stream(computing)  # which may still read what had this memory before
+            arrivals = [self._copy(part) for part in self._parts]
+            computing.wait_event(arrivals[0])
+            for layer, arrival in zip(self._layers, arrivals[1:], strict=True):
+                hooks.append(layer.register_forward_pre_hook(partial(_wait, computing, arrival)))
+            yield
+        finally:
+            computing.wait_stream(self._copying)  # before it uses the memory for something else
+            for hook in hooks:
+                hook.remove()
+            self._give_back()
+
+    def _copy(self, part: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
+        """Return when the part's copies, which begin now, are done."""
+        with torch.cuda.stream(self._copying):
+            for tensor, data in part:
+                tensor.data.copy_(data, non_blocking=True)
+            return self._copying.record_event()
+
+    def _give_back(self) -> None:
+        for tensor, data in chain(*self._parts):
+            tensor.data = data
+
+
+def _wait(computing: torch.cuda.Stream, arrival: torch.cuda.Event, *_: Any) -> None:
+    computing.wait_event(arrival)
+
+
+def _tensors_by_layer(model: nn.Module, layers: list[nn.Module]) -> list[list[torch.Tensor]]:
+    """Return the tensors of no layer, then those of each: a shared one where it comes first."""
+    owned = [list(layer.modules()) for layer in layers]
+    inside, seen = set(chain(*owned)), {}
+    rest = [module for module in model.modules() if module not in inside]
+    parts = []
+    for modules in (rest, *owned):
+        tensors = chain(*([*m.parameters(recurse=False), *m.buffers(recurse=False)] for m in modules))
+        new = {id(tensor): tensor for tensor in tensors if id(tensor) not in seen}
+        seen |= new
+        parts.append(list(new.values()))
+    return parts
