@@ -174,6 +174,11 @@ FLAGS = [
          "--kl_in reward:k4: choose from", "--early_stop_kl 0.1:stop: expected a KL in nats"], count=4),
     Row("a reference that cannot move", 3, flag(ref_ema_decay=0.9, actor_lora_dim=4, whiten_scores="group"),
         ["--ref_ema_decay 0.9 averages whole weights", "--whiten_scores group compares the"], count=2),
+    Row("when nothing goes with it", 3, flag(
+        unsup_step="apart", old_logprobs="strict", rollout_staleness=1, adv_norm="group_mean"),
+        ["--unsup_step apart", "--old_logprobs strict compares", "--adv_norm group_mean"], count=3),
+    Row("weights of no answer", 2, flag(loss="kot", desirable_weight=0, undesirable_weight=-1),
+        ["--loss kot", "--desirable_weight 0", "--undesirable_weight -1"], count=3),
     Row("a range that is none", 3, flag(clip_range="0.2,wide"), ["--clip_range 0.2,wide: give one number"]),
     Row("no teacher", 3, lambda p: teacher(p, teacher_model_name_or_path=None),
         ["--algorithm distill", "give --teacher_model_name_or_path"]),
