@@ -66,6 +66,11 @@ def check_start_up(description: str, argv: Sequence[str] | None = None) -> PPOSt
         if algorithm.needs_critic and has_rewards and not args.critic_model_name_or_path:
             args.critic_model_name_or_path = args.actor_model_name_or_path
         fill_ranks(args, problems)
+        problems.check(
+            not (args.ref_ema_decay and args.actor_lora_dim),
+            f"--ref_ema_decay {args.ref_ema_decay} averages whole weights, and with adapters of rank "
+            f"{args.actor_lora_dim} the reference is the actor without them; leave one of them out",
+        )
         for refusal in refusals(args):
             problems.add(refusal)
         check_algorithm(args, algorithm, problems)
@@ -103,11 +108,6 @@ def check_flags(args: PPOArguments, num_ranks: int, dtype: str, problems: Proble
     )
     with problems.catch():
         parse_correction(args.rollout_correction)
-    problems.check(
-        not (args.ref_ema_decay and args.actor_lora_dim),
-        f"{given('ref_ema_decay')} averages whole weights, and with {given('actor_lora_dim')} the reference "
-        "is the actor without its adapters; leave one of them out",
-    )
     problems.check(
         not (args.ref_ema_decay and args.offload_reference_model),
         f"--offload_reference_model has nothing to offload with {given('ref_ema_decay')}: the averages are a "

@@ -226,6 +226,8 @@ MODELS = [
         ["--actor_model_name_or_path and --critic_model_name_or_path", "same base"]),
     Row("an adapter in step 1", 1, adapters(model_name_or_path="actor"),
         ["--model_name_or_path actor is an adapter without its model", "give the export/"]),
+    Row("an average of an adapter", 3, adapters(ref_ema_decay=0.9),
+        ["--ref_ema_decay 0.9 averages whole weights, and with adapters of rank 4"]),
     Row("another rank", 3, adapters(actor_lora_dim=8), ["--actor_lora_dim 8", "has rank 4"]),
     Row("a base in shards and whole", 3, adapters(actor_zero_stage=3),
         ["base of actor; of critic, reward model", "--actor_zero_stage 3, --critic", "give both 3"]),
