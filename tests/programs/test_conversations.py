@@ -23,6 +23,9 @@ from training_scripts.verifiable.build_inputs import (
 pytestmark = pytest.mark.slow
 
 MODULE = '''
+from examples.own_environment.games import HigherOrLower
+
+
 class Talk:
     """Asks back twice; each turn is worth the letters of the reply, modulo 4."""
 
@@ -35,6 +38,10 @@ class Talk:
     def step(self, messages):
         letters = len(messages[-1]["content"])
         return [{"role": "user", "content": f"the dog is {letters} and you?"}], letters % 4, False
+
+
+class Signs(HigherOrLower):
+    higher, lower = "+", "="
 '''
 GRPO = {
     "algorithm": "grpo", "critic_model_name_or_path": None, "num_samples_per_prompt": 2,
@@ -174,7 +181,7 @@ def test_a_stopped_run_ends_as_one_that_was_not(here, flags_of, tmp_path):
     assert_same_run(tmp_path / "output", tmp_path / "whole")
 
 
-# ---- a game is learned
+# ---- games are learned
 
 
 def careless_call(draw: random.Random) -> dict[str, str]:
@@ -186,28 +193,56 @@ def careless_call(draw: random.Random) -> dict[str, str]:
     return {"prompt": prompt, "chosen": f"{first}+{second}<eos>{value}{answer}"}
 
 
-def test_a_calculator_is_learned_to_be_asked(here, tmp_path):
-    draw = random.Random(SEED)
+def careless_guesses(draw: random.Random) -> dict[str, str]:
+    """Three guesses, or a hit before, that do not heed the hints."""
+    number, said = draw.randint(1, 7), ""
+    for _ in range(3):
+        said += str(guess := draw.randint(1, 7))
+        if guess == number:
+            break
+        said += "<eos>" + ("+" if guess < number else "=")
+    return {"prompt": "0", "chosen": said}
+
+
+def play(here, folder, taught, prompts, num_steps, **flags) -> list[float]:
+    """Return the mean scores of the steps of a random model that has learned `taught` before."""
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    save_base_model(tmp_path / "base", build_tokenizer([CHARACTERS], "."), **shape)
-    taught = write_rows(tmp_path / "sft.jsonl", [careless_call(draw) for _ in range(4000)])
-    prompts = [{"prompt": prompt, "answer": str(value)} for prompt, value in sums()]
-    shared = {"template": "plain", "save_interval": 0, "data_output_path": tmp_path / "cache"}
+    save_base_model(folder / "base", build_tokenizer([CHARACTERS], "."), **shape)
+    shared = {"template": "plain", "save_interval": 0, "data_output_path": folder / "cache"}
     sft = shared | {
-        "model_name_or_path": tmp_path / "base", "data_path": taught, "data_split": "1,0,0",
-        "max_seq_len": 16, "per_device_train_batch_size": 64, "learning_rate": 5e-3, "num_train_epochs": 4,
-        "eval_iters": 1, "output_dir": tmp_path / "sft",
+        "model_name_or_path": folder / "base", "data_path": write_rows(folder / "sft.jsonl", taught),
+        "data_split": "1,0,0", "max_seq_len": 16, "per_device_train_batch_size": 64, "learning_rate": 5e-3,
+        "num_train_epochs": 4, "eval_iters": 1, "output_dir": folder / "sft",
     }  # fmt: skip
     ppo = shared | {
-        "actor_model_name_or_path": tmp_path / "sft/export", "algorithm": "grpo",
-        "environment": "examples.own_environment.games:Calculator", "data_split": "0,0,1",
-        "data_path": write_rows(tmp_path / "prompts.jsonl", prompts * 2), "enable_hybrid_engine": True,
+        "actor_model_name_or_path": folder / "sft/export", "data_split": "0,0,1",
+        "data_path": write_rows(folder / "prompts.jsonl", prompts * 2), "enable_hybrid_engine": True,
         "packed": True, "max_prompt_seq_len": 8, "max_answer_seq_len": 12, "num_samples_per_prompt": 4,
         "per_device_generation_batch_size": 49, "per_device_training_batch_size": 98, "kl_coef": 0.01,
-        "num_warmup_steps": 0, "actor_learning_rate": 1e-3, "lr_scheduler_type": "constant",
-        "num_train_epochs": 100, "max_train_steps": 12, "output_dir": tmp_path / "ppo",
+        "num_warmup_steps": 0, "lr_scheduler_type": "constant", "num_train_epochs": 100,
+        "max_train_steps": num_steps, "output_dir": folder / "ppo",
     }  # fmt: skip
-    done = here.run_all([(1, sft), (3, ppo)], seconds=500)
+    done = here.run_all([(1, sft), (3, ppo | flags)], seconds=500)
     assert done.code == 0, done.text()
-    scores = read_curve(tmp_path / "ppo", "objective/score")
+    return read_curve(folder / "ppo", "objective/score")
+
+
+def test_a_calculator_is_learned_to_be_asked(here, tmp_path):
+    draw = random.Random(SEED)
+    taught = [careless_call(draw) for _ in range(4000)]
+    prompts = [{"prompt": prompt, "answer": str(value)} for prompt, value in sums()]
+    flags = {"algorithm": "grpo", "actor_learning_rate": 1e-3}
+    games = "examples.own_environment.games:Calculator"
+    scores = play(here, tmp_path, taught, prompts, 12, environment=games, **flags)
     assert 0.1 < scores[0] < 0.6 and sum(scores[-3:]) / 3 > scores[0] + 0.2, scores
+
+
+def test_a_number_is_learned_to_be_guessed(here, tmp_path):
+    """With a critic, which sees the hints: answers to a prompt differ most by the luck of the first guess."""
+    draw = random.Random(SEED)
+    taught = [careless_guesses(draw) for _ in range(2000)]
+    prompts = [{"prompt": "0", "number": 1 + n % 7} for n in range(98)]
+    flags = {"algorithm": "ppo", "actor_learning_rate": 4e-3, "critic_learning_rate": 2e-3, "kl_coef": 0.0}
+    flags |= {"per_device_generation_batch_size": 98, "per_device_training_batch_size": 196}
+    scores = play(here, tmp_path, taught, prompts, 60, environment="talks:Signs", **flags)
+    assert sum(scores[-5:]) / 5 > sum(scores[:5]) / 5 + 0.06, scores
