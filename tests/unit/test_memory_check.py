@@ -110,6 +110,7 @@ def test_the_plan_is_of_the_step_its_flags_and_its_machines(launcher, machines, 
         monkeypatch.delenv(name, raising=False)
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(distributed.dist, "is_initialized", lambda: False)  # it is planned before the start
     commands = planner()
     memory_check.print_plan(2, WORDS)
     words = commands[0][commands[0].index("tools.plan") + 1 :]
