@@ -28,9 +28,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from benchmarks.bench_ppo_step import NUM_PROMPTS, our_step
-from benchmarks.measuring import copy_bandwidth, print_rates, print_result, read_args, take_turns, timed
+from benchmarks.measuring import (
+    copy_bandwidth,
+    plan_run,
+    print_rates,
+    print_result,
+    read_args,
+    take_turns,
+    timed,
+)
 from benchmarks.workload import FIRST_ID, PAD, VOCABULARY, build_tokenizer
-from common.flags.args import Problems
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
@@ -38,8 +45,7 @@ from common.generation.kv_cache import kv_bytes_per_token
 from common.programs import startup
 from common.ranks import distributed
 from tools.memory_plan import MemoryPlan
-from tools.planned_run import PlanArguments, known_config, read_run
-from tools.step_flags import parse_step_args
+from tools.planned_run import known_config
 
 BATCH_SIZES, PROMPT_TOKENS, NEW_TOKENS = (1, 8, 16, 32), 256, 128
 COPIED_BYTES = 2**30
@@ -131,17 +137,15 @@ def ppo_flags(folder: str, *, is_quick: bool, with_lora: bool) -> dict[str, Any]
 
 def plan(flags: dict[str, Any]) -> MemoryPlan:
     """Return what the plan says of these flags on this device."""
-    words = ["--stage", "3", "--enable_hybrid_engine", "--per_device_generation_batch_size", str(NUM_PROMPTS)]
-    for name, value in flags.items():
-        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    flags = flags | {
+        "stage": 3,
+        "enable_hybrid_engine": True,
+        "per_device_generation_batch_size": NUM_PROMPTS,
+    }
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(distributed.device()).total_memory
-        words += ["--gpu", "h100-80g", "--gpu_memory_gib", str(memory / GIB)]
-    else:
-        words += ["--gpu", "cpu"]
-    problems = Problems()
-    args = parse_step_args(PlanArguments, words, problems=problems)
-    return MemoryPlan(read_run(args, problems))
+        return MemoryPlan(plan_run(flags | {"gpu": "h100-80g", "gpu_memory_gib": memory / GIB}))
+    return MemoryPlan(plan_run(flags | {"gpu": "cpu"}))
 
 
 def run_ppo(args: Any) -> dict[str, Any]:

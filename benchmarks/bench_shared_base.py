@@ -24,7 +24,7 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
-from benchmarks.measuring import peak_since, print_result, read_args, start_peak
+from benchmarks.measuring import peak_since, plan_run, print_result, read_args, start_peak
 from benchmarks.workload import TINY, VOCABULARY, build_tokenizer, ppo_prompts, size_of, small_llama_config
 
 SIZES = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
@@ -96,25 +96,11 @@ def measure(folders: dict[str, str]) -> dict[str, float]:
 
 def plan_bytes(folders: dict[str, str]) -> dict[str, float]:
     """Return what the plan has for the weights of all roles, and in all, of what tensors hold at the peak."""
-    from common.flags.args import Problems
     from tools.memory_plan import MemoryPlan
-    from tools.planned_run import PlanArguments, read_run
-    from tools.step_flags import parse_step_args
 
-    words = [
-        "--stage",
-        "3",
-        "--gpu",
-        "cpu",
-        "--enable_hybrid_engine",
-        "--reward",
-        f"model:{folders['reward']}",
-    ]
-    flags = ppo_flags(folders) | {"per_device_generation_batch_size": NUM_PROMPTS}
-    words += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    problems = Problems()
-    run = read_run(parse_step_args(PlanArguments, words, problems=problems), problems)
-    held = MemoryPlan(run).peak.gpu
+    flags = {"stage": 3, "gpu": "cpu", "enable_hybrid_engine": True, "reward": f"model:{folders['reward']}"}
+    flags |= ppo_flags(folders) | {"per_device_generation_batch_size": NUM_PROMPTS}
+    held = MemoryPlan(plan_run(flags)).peak.gpu
     return {
         "weights": sum(size for (_, what), size in held.items() if what == "weights"),
         "planned": sum(size for (_, what), size in held.items() if what != "reserved"),

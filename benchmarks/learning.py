@@ -90,6 +90,20 @@ def thin(curve: Curve, every: int) -> Curve:
     return Curve(steps, [statistics.fmean(curve.values[start : start + every]) for start in starts])
 
 
+def summarise(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return what the runs of a case ended with; one has collapsed that ends below its first score."""
+    last = [run["scores"][-1] for run in runs]
+    return {
+        "before": statistics.fmean(run["scores"][0] for run in runs),
+        "after": statistics.fmean(last),
+        "lowest": min(last),
+        "highest": max(last),
+        "deviation": statistics.pstdev(last),
+        "collapsed": sum(run["scores"][-1] < run["scores"][0] for run in runs),
+        "kl": statistics.fmean(run["kl"][-1] for run in runs),
+    }
+
+
 def mean_curve(runs: Sequence[dict[str, Any]], what: str = "scores") -> Curve:
     """Return the mean of the runs' curves."""
     return Curve(

@@ -130,6 +130,19 @@ class Turns:
         self._answers.write(json.dumps(facts) + "\n")
 
 
+def plan_run(flags: Mapping[str, Any]) -> Any:
+    """Return the run that `tools.plan` makes of its flags, among them `stage` and `gpu`; a switch is True."""
+    from common.flags.args import Problems
+    from tools.planned_run import PlanArguments, read_run
+    from tools.step_flags import parse_step_args
+
+    words = []
+    for name, value in flags.items():
+        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    problems = Problems()
+    return read_run(parse_step_args(PlanArguments, words, problems=problems), problems)
+
+
 # ---- measuring ------------------------------------------------------------------------------------------
 
 

@@ -20,14 +20,12 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from benchmarks.bench_ppo_step import our_step
 from benchmarks.bench_train import ROWS_PER_STEP, our_pass
+from benchmarks.measuring import plan_run
 from benchmarks.several_ranks import received_bytes, start_ranks
 from benchmarks.workload import FIRST_ID, build_tokenizer, small_llama_config
-from common.flags.args import Problems
 from common.models.value_model import ValueModel
 from common.ranks import distributed
 from common.ranks.step_costs import COSTS
-from tools.planned_run import PlanArguments, read_run
-from tools.step_flags import parse_step_args
 from tools.traffic_plan import plan_traffic
 
 SIZES = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
@@ -187,11 +185,9 @@ def plan_case(case: str, folder: str, num_ranks: int) -> dict[str, float]:
         flags |= {"actor_model_name_or_path": f"{folder}/policy", "enable_hybrid_engine": True}
         flags |= {"critic_model_name_or_path": f"{folder}/reward"}
         flags |= {"per_device_generation_batch_size": NUM_PROMPTS}
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value)) if value is not True]
-    words += [f"--{name}" for name, value in flags.items() if value is True]
-    problems = Problems()
-    run = read_run(parse_step_args(PlanArguments, words, problems=problems), problems)
-    return {name: phase.intra_bytes + phase.inter_bytes for name, phase in plan_traffic(run).items()}
+    return {
+        name: phase.intra_bytes + phase.inter_bytes for name, phase in plan_traffic(plan_run(flags)).items()
+    }
 
 
 def count_all(cases: list[str], sizes: list[int]) -> list[dict[str, Any]]:

@@ -6,12 +6,11 @@ as most PPO programs do; a corrected run weighs them by `--rollout_correction ti
 the score of its last 30 steps is below that of its first 30.
 """
 
-import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning import ROOT, Case, Task, mean_curve
+from benchmarks.learning import ROOT, Case, Task, mean_curve, summarise
 from tools.report.run_reader import Curve
 
 NATS = ("1e-3", "1e-2", "3e-2")
@@ -48,20 +47,11 @@ def measure(quick: bool) -> tuple[dict[str, Any], dict[str, dict[str, Curve]]]:
             }
         task.prepare()
         runs = task.run_all(list(cases.values()), 1 if quick else 8)
-    found = {
-        name: {
-            "after": statistics.fmean(run["scores"][-1] for run in of),
-            "lowest": min(run["scores"][-1] for run in of),
-            "highest": max(run["scores"][-1] for run in of),
-            "kl": statistics.fmean(run["kl"][-1] for run in of),
-            "collapsed": sum(run["scores"][-1] < run["scores"][0] for run in of),
-        }
-        for name, of in runs.items()
-    }
     curves: dict[str, dict[str, Curve]] = {}
     for title, panel in panels.items():
         kept = {name: case for name, case in panel.items() if case.name in runs}
         of_title = {name: runs[case.name] for name, case in kept.items() if name != f"1e-3{CORRECTED}"}
         curves[f"score: {title}"] = {name: mean_curve(of) for name, of in of_title.items()}
         curves[f"KL: {title}"] = {name: mean_curve(of, "kl") for name, of in of_title.items()}
+    found = {name: summarise(of) for name, of in runs.items()}
     return {"cases": found, "runs": [run for of in runs.values() for run in of]}, curves

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence.faults import FAULTS
-from benchmarks.learning import KL, ROOT, SCORE, Case, Task, mean_curve
+from benchmarks.learning import KL, ROOT, SCORE, Case, Task, mean_curve, summarise
 from tools.report.run_reader import Curve
 
 OURS = "ours"
@@ -36,16 +36,7 @@ def measure(quick: bool) -> tuple[dict[str, Any], dict[str, dict[str, Curve]]]:
     for name, of in runs.items():
         last = [run["scores"][-1] for run in of]
         costs = [one - other for one, other in zip(ours, last, strict=True)]  # of the same seed
-        found[name] = {
-            "before": statistics.fmean(run["scores"][0] for run in of),
-            "after": statistics.fmean(last),
-            "lowest": min(last),
-            "highest": max(last),
-            "deviation": statistics.pstdev(last),
-            "collapsed": sum(run["scores"][-1] < run["scores"][0] for run in of),
-            "kl": statistics.fmean(run["kl"][-1] for run in of),
-            "cost": mean_with_interval(costs),
-        }
+        found[name] = summarise(of) | {"cost": mean_with_interval(costs)}
     curves = {
         f"{SCORE}, mean of all seeds": {name: mean_curve(of) for name, of in runs.items()},
         f"{SCORE}, the seed that ends lowest": {
