@@ -57,6 +57,13 @@ def _no_gpu_stays() -> Iterator[None]:
         assert not found, f"{found}: patched within pretended_gpu(); use mock.patch there, not monkeypatch"
 
 
+@pytest.fixture(autouse=True)
+def _phases_are_not_told(monkeypatch) -> None:
+    """A program that a test runs in this process lets the first rank tell its phases: the next test's would."""
+    if "common.ranks.watchdog" in sys.modules:
+        monkeypatch.setattr(sys.modules["common.ranks.watchdog"], "_told", None)
+
+
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Shared by all tests of a session: do not add tokens to it."""
