@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """A section of docs/results.md, made again: its facts, its figure.
 
-python benchmarks/bench_evidence.py NAME [--quick]
+python benchmarks/bench_evidence.py NAME [--quick] [--data_path FILE ...] [--trl_python PYTHON]
 
 NAME is a file of benchmarks/evidence, whose first lines say what is run and how long it takes. The facts go
 to docs/results/NAME.json with command, commit and machine, the curves to docs/results/NAME.svg. Runs are kept
@@ -31,9 +31,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("--quick", action="store_true", help="tiny sizes; nothing is kept")
+    parser.add_argument("--data_path", nargs="+", help="of rewards: files of pairs")
+    parser.add_argument("--trl_python", help="of peers: the Python of make_peer_env.sh trl-1.16")
     args = parser.parse_args()
     section = importlib.import_module(f"benchmarks.evidence.{args.name}")
-    facts, panels = section.measure(args.quick)
+    facts, panels = section.measure(args)
     facts = {"name": args.name} | describe_machine() | facts
     picture = render_picture(panels, getattr(section, "X_NAME", "step"))
     if not args.quick:

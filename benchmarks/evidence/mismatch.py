@@ -6,6 +6,7 @@ as most PPO programs do; a corrected run weighs them by `--rollout_correction ti
 the score of its last 30 steps is below that of its first 30.
 """
 
+import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def build_cases() -> dict[str, dict[str, Case]]:
     return panels
 
 
-def measure(quick: bool) -> tuple[dict[str, Any], dict[str, dict[str, Curve]]]:
+def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, dict[str, Curve]]]:
     """Return what each case ended with, and the curves of the means of its seeds."""
     metrics = {"score": "objective/score", "kl": "objective/kl"}
     flags = "--per_device_generation_batch_size 25 --max_train_steps 300"
@@ -40,13 +41,13 @@ def measure(quick: bool) -> tuple[dict[str, Any], dict[str, dict[str, Curve]]]:
     panels = build_cases()
     cases = {case.name: case for panel in panels.values() for case in panel.values()}
     with tempfile.TemporaryDirectory() as folder:
-        if quick:
+        if args.quick:
             task = Task("sums", Path(folder), "--max_train_steps 2", **metrics)
             cases = {
                 name: cases[name] for name in ("ppo 0", "ppo biased 3e-2", "ppo unbiased 3e-2, corrected")
             }
         task.prepare()
-        runs = task.run_all(list(cases.values()), 1 if quick else 8)
+        runs = task.run_all(list(cases.values()), 1 if args.quick else 8)
     curves: dict[str, dict[str, Curve]] = {}
     for title, panel in panels.items():
         kept = {name: case for name, case in panel.items() if case.name in runs}

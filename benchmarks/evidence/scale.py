@@ -3,6 +3,7 @@
 The seconds are those of tools/time_plan.py: no GPU has run any of it.
 """
 
+import argparse
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -52,16 +53,16 @@ DOUBTS: dict[str, dict[str, Any]] = {
 }
 
 
-def measure(quick: bool) -> tuple[dict[str, Any], dict[str, dict[str, Curve]]]:
+def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, dict[str, Curve]]]:
     """Return the section's facts and its figure.
 
     Raises RuntimeError where ranks receive other bytes than the plan says: its other figures would say
     nothing.
     """
-    counted = count_all(QUICK_CASES, [2]) if quick else count_all(list(CASES), list(RANKS))
+    counted = count_all(QUICK_CASES, [2]) if args.quick else count_all(list(CASES), list(RANKS))
     for row in counted:
         check_counted(row)
-    names, sizes = (["7B"], (8,)) if quick else (list(MODELS), GPUS)
+    names, sizes = (["7B"], (8,)) if args.quick else (list(MODELS), GPUS)
     planned = [plan_fastest(name, num_gpus) for name in names for num_gpus in sizes]
     doubtful = [row for row in planned if row["model"] == names[len(names) // 2]][-1]
     anchor = make_run("meta-llama/Llama-3.1-8B", f"{FLAGS} {ANCHOR}", has_critic=False)

@@ -5,6 +5,7 @@ four optimizer steps, cut into micro-batches of 800 tokens at most. A run has co
 SFT model's score. All take an hour on two CPU cores. Needs `pip install --no-deps reasoning-gym`.
 """
 
+import argparse
 import random
 import statistics
 import tempfile
@@ -19,18 +20,18 @@ OURS = "ours"
 PLUGIN = "ppo --plugins benchmarks.evidence.faults"
 
 
-def measure(quick: bool) -> tuple[dict[str, Any], dict[str, dict[str, Curve]]]:
+def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, dict[str, Curve]]]:
     """Return what each case ended with, and the curves of their means and of the lowest seeds."""
     flags = "--num_samples_per_prompt 4 --per_device_training_batch_size 32 --max_tokens_per_micro_batch 800"
     flags += " --max_train_steps 20 --eval_interval 10"
     task = Task("gsm", ROOT / "output/evidence/stability", flags)
     cases = [Case(OURS, "ppo"), *(Case(name, PLUGIN, {"FAULT": name}) for name in FAULTS)]
     with tempfile.TemporaryDirectory() as folder:
-        if quick:
+        if args.quick:
             flags = "--max_tokens_per_micro_batch 200 --max_train_steps 2 --eval_fraction 0.2"
             task = Task("sums", Path(folder), flags)
         task.prepare()
-        runs = task.run_all(cases, 1 if quick else 20)
+        runs = task.run_all(cases, 1 if args.quick else 20)
     ours = [run["scores"][-1] for run in runs[OURS]]
     found = {}
     for name, of in runs.items():
