@@ -59,7 +59,7 @@ def _no_gpu_stays() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _phases_are_not_told(monkeypatch) -> None:
-    """A program that a test runs in this process lets the first rank tell its phases: the next test's would."""
+    """A program run in this process lets its phases be told, and so would the next test's."""
     if "common.ranks.watchdog" in sys.modules:
         monkeypatch.setattr(sys.modules["common.ranks.watchdog"], "_told", None)
 
