@@ -5,7 +5,8 @@ python benchmarks/bench_generate.py [--quick]
 
 Sections, the ways of each taking turns in one run:
   chat    64 prompts of 8-64 tokens, responses of 4-128 tokens as a chat model gives them (mean about 33);
-          generate at every batch size, DeepSpeed's HybridEngineRollout, our decoder at several slot counts
+          generate at every batch size, DeepSpeed's HybridEngineRollout, transformers' continuous batching
+          and our decoder at several slot counts
   fixed   the same prompts, 32 tokens each
   zero3   the chat prompts on two ranks of ZeRO 3: generate on sharded weights, generate on gathered ones
           (a plain module, no hooks), the hybrid engine with its switch
@@ -17,6 +18,7 @@ its `ratio` is our best over generate's best on the chat lengths.
 # B prompts, P prompt, R response
 """
 
+import copy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
     sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 import torch
-from transformers import LlamaForCausalLM, StoppingCriteriaList
+from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaForCausalLM, StoppingCriteriaList
 
 from benchmarks.measuring import (
     PeakShares,
@@ -55,6 +57,7 @@ NUM_PROMPTS, PROMPT_TOKENS, FIXED_TOKENS = 64, (8, 64), 32
 QUICK_PROMPTS, QUICK_TOKENS = 8, 16
 COPIED_BYTES = (2**28, 2**24)  # the second with --quick
 BATCH_SIZES, SLOTS = (8, 16, 32, 64), (16, 64)
+PAGE_TOKENS, PASS_TOKENS = 32, 512  # of continuous batching
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,38 @@ def run_transformers(model: Any, work: Workload, batch_size: int, **options: Any
         )
 
 
+def continuous_batching(model: Any, work: Workload, num_slots: int) -> Callable[[], None]:
+    """Return transformers' continuous batching of all responses, at most `num_slots` at a time.
+
+    Its cache, kept from call to call, has room for so many of the longest: left to itself, it would take most
+    of the machine's memory.
+    """
+    model = copy.deepcopy(model)  # its attention is exchanged while it generates
+    rows = zip(work.prompt_ids, work.prompt_mask.bool(), work.lengths.tolist(), strict=True)
+    requests = [(ids[mask].tolist(), length) for ids, mask, length in rows]
+    longest = max(len(ids) + length for ids, length in requests)
+    config = ContinuousBatchingConfig(
+        page_size=PAGE_TOKENS,
+        num_blocks=num_slots * -(-longest // PAGE_TOKENS),
+        max_batch_tokens=PASS_TOKENS,
+        max_requests_per_batch=num_slots,
+    )
+    options = GenerationConfig(do_sample=True, top_k=0, pad_token_id=PAD, eos_token_id=-1)
+
+    def run() -> None:
+        context = model.continuous_batching_context_manager(
+            options, continuous_batching_config=config, persistent_manager=True
+        )
+        with context as manager:
+            for ids, length in requests:
+                manager.add_request(ids, max_new_tokens=length)
+            found = [manager.get_result() for _ in requests]
+        if sorted(len(one.generated_tokens) for one in found) != sorted(length for _, length in requests):
+            raise AssertionError("responses of other lengths than were asked for")
+
+    return run
+
+
 def run_ours(generator: Generator, work: Workload) -> None:
     """Sample all responses by our decoder, log-probabilities included."""
     options = SamplingOptions(int(work.lengths.max()), stop_token_id=-1, pad_token_id=PAD)
@@ -151,6 +186,8 @@ def compare(model: Any, work: Workload, num_runs: int, title: str, *, with_deeps
         ways[f"generate, batch {size}"] = lambda size=size: run_transformers(model, work, size)
     if with_deepspeed:
         ways["DeepSpeed HybridEngineRollout"] = deepspeed_rollout(model, work)
+    for slots in SLOTS:
+        ways[f"continuous batching, {slots} slots"] = continuous_batching(model, work, slots)
     lent = share_weights(model)
     for slots in SLOTS:
         generator = Generator(lent, num_slots=slots)
