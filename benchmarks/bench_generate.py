@@ -6,21 +6,22 @@ python benchmarks/bench_generate.py [--quick]
 Sections, the ways of each taking turns in one run:
   chat    64 prompts of 8-64 tokens, responses of 4-128 tokens as a chat model gives them (mean about 33);
           generate at every batch size, DeepSpeed's HybridEngineRollout, transformers' continuous batching
-          and our decoder at several slot counts
+          (generate_batch) and our decoder at several slot counts
   fixed   the same prompts, 32 tokens each
   zero3   the chat prompts on two ranks of ZeRO 3: generate on sharded weights, generate on gathered ones
           (a plain module, no hooks), the hybrid engine with its switch
   single  the first prompt alone: the weights' bytes a token times tokens/s, over what a copy reads and writes
 The model is a random Llama (6 layers, hidden 256, vocabulary 8192, fp32). Response lengths are given, as an
 EOS at that position would set them: weights are random, so no real EOS could. The last line is a JSON object;
-its `ratio` is our best over generate's best on the chat lengths.
+its `ratio` is our best over transformers' best on the chat lengths.
 
 # B prompts, P prompt, R response
 """
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,11 +116,12 @@ def run_transformers(model: Any, work: Workload, batch_size: int, **options: Any
         )
 
 
-def continuous_batching(model: Any, work: Workload, num_slots: int) -> Callable[[], None]:
-    """Return transformers' continuous batching of all responses, at most `num_slots` at a time.
+@contextmanager
+def continuous_batching(model: Any, work: Workload, num_slots: int) -> Iterator[Callable[[], None]]:
+    """Yield transformers' continuous batching of all responses, at most `num_slots` at a time; it waits for
+    work until the end, for each of its starts takes half a second.
 
-    Its cache, kept from call to call, has room for so many of the longest: left to itself, it would take most
-    of the machine's memory.
+    Its cache has room for so many of the longest: left to itself, it would take most of the memory.
     """
     model = copy.deepcopy(model)  # its attention is exchanged while it generates
     rows = zip(work.prompt_ids, work.prompt_mask.bool(), work.lengths.tolist(), strict=True)
@@ -133,18 +135,16 @@ def continuous_batching(model: Any, work: Workload, num_slots: int) -> Callable[
     )
     options = GenerationConfig(do_sample=True, top_k=0, pad_token_id=PAD, eos_token_id=-1)
 
-    def run() -> None:
-        context = model.continuous_batching_context_manager(
-            options, continuous_batching_config=config, persistent_manager=True
-        )
-        with context as manager:
+    with model.continuous_batching_context_manager(options, continuous_batching_config=config) as manager:
+
+        def run() -> None:
             for ids, length in requests:
                 manager.add_request(ids, max_new_tokens=length)
-            found = [manager.get_result() for _ in requests]
-        if sorted(len(one.generated_tokens) for one in found) != sorted(length for _, length in requests):
-            raise AssertionError("responses of other lengths than were asked for")
+            found = [len(manager.get_result().generated_tokens) for _ in requests]
+            if sorted(found) != sorted(length for _, length in requests):
+                raise AssertionError("responses of other lengths than were asked for")
 
-    return run
+        yield run
 
 
 def run_ours(generator: Generator, work: Workload) -> None:
@@ -186,13 +186,14 @@ def compare(model: Any, work: Workload, num_runs: int, title: str, *, with_deeps
         ways[f"generate, batch {size}"] = lambda size=size: run_transformers(model, work, size)
     if with_deepspeed:
         ways["DeepSpeed HybridEngineRollout"] = deepspeed_rollout(model, work)
-    for slots in SLOTS:
-        ways[f"continuous batching, {slots} slots"] = continuous_batching(model, work, slots)
     lent = share_weights(model)
-    for slots in SLOTS:
-        generator = Generator(lent, num_slots=slots)
-        ways[f"ours, {slots} slots"] = lambda generator=generator: run_ours(generator, work)
-    rates = measure(ways, work, num_runs)
+    with ExitStack() as stack:
+        for slots in SLOTS:
+            run = stack.enter_context(continuous_batching(model, work, slots))
+            ways[f"generate_batch, {slots} slots"] = run
+            generator = Generator(lent, num_slots=slots)
+            ways[f"ours, {slots} slots"] = lambda generator=generator: run_ours(generator, work)
+        rates = measure(ways, work, num_runs)
     found = {"rates": rates, "ratio": print_rates(title, rates, "generate")}
     shares, lengths = PeakShares(), (work.prompt_mask.sum(1).cpu(), work.lengths.cpu())
     flops = ModelFlops(model, model.lm_head).of_generation(*lengths, num_samples=1) / int(lengths[1].sum())
