@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """A section of docs/results.md, made again: its facts, its figure.
 
-python benchmarks/bench_evidence.py NAME [--quick] [--data_path FILE ...] [--trl_python PYTHON]
+python benchmarks/bench_evidence.py NAME [--quick] [--data_path FILE ...] [--trl_python PYTHON ...]
 
 NAME is a file of benchmarks/evidence, whose first lines say what is run and how long it takes. The facts go
 to docs/results/NAME.json with command, commit and machine, the curves to docs/results/NAME.svg. Runs are kept
@@ -23,7 +23,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
 from benchmarks.measuring import describe_machine
 from tools.report.charts import render_picture
 
-NAMES = ("mismatch", "stability", "rewards", "scale")
+NAMES = ("mismatch", "stability", "rewards", "scale", "peers")
 
 
 def main() -> None:
@@ -32,7 +32,8 @@ def main() -> None:
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("--quick", action="store_true", help="tiny sizes; nothing is kept")
     parser.add_argument("--data_path", nargs="+", help="of rewards: files of pairs")
-    parser.add_argument("--trl_python", help="of peers: the Python of make_peer_env.sh trl-1.16")
+    told = "of peers: the Pythons of make_peer_env.sh trl-1.16 and, for PPO, trl-1.12"
+    parser.add_argument("--trl_python", nargs="+", default=[], help=told)
     args = parser.parse_args()
     section = importlib.import_module(f"benchmarks.evidence.{args.name}")
     facts, panels = section.measure(args)

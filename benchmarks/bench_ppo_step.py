@@ -67,16 +67,15 @@ def our_step(
 ) -> Callable[[], dict]:
     """Return a function that does one step of `num_prompts` prompts and returns its metrics."""
     found = find_algorithm(algorithm)
+    rates = {"actor_learning_rate": 1e-6, "critic_learning_rate": 1e-6}  # the lengths must stay what they are
     args = PPOArguments(
         algorithm=algorithm,
         per_device_generation_batch_size=num_prompts,
         num_warmup_steps=0,
         lr_scheduler_type="constant",
-        actor_learning_rate=1e-6,  # the lengths must stay what they are
-        critic_learning_rate=1e-6,
         enable_hybrid_engine=True,
         log_interval=10**9,
-        **flags,
+        **rates | flags,
     )
     args = fill_defaults(args, found)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.actor_model_name_or_path)

@@ -44,6 +44,7 @@ from step1_sft.arguments import SFTArguments
 from step1_sft.sft_trainer import SFTTrainer
 from step2_reward.answer_scores import shared_length
 from step2_reward.arguments import RewardArguments
+from step2_reward.kto_trainer import KTOTrainer
 from step2_reward.pair_trainer import DPOTrainer, RewardTrainer
 
 MAX_SEQ_LEN, ROWS_PER_STEP = 512, 16
@@ -67,29 +68,34 @@ TRL_WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "dpo": PAIR_WAYS
     | {"accumulating, labels only": PAIR_WAYS["trl, padded, accumulating"] | {"labels_only": True}},
 }
-TRAINERS = {"sft": SFTTrainer, "reward": RewardTrainer, "dpo": DPOTrainer}
+TRAINERS = {"sft": SFTTrainer, "reward": RewardTrainer, "dpo": DPOTrainer, "kto": KTOTrainer}
 PAIR = ("chosen_ids", "rejected_ids")
-COLUMNS = {"sft": ("input_ids",), "reward": PAIR, "dpo": PAIR}  # whose tokens are trained on
+# Whose tokens are trained on.
+COLUMNS = {"sft": ("input_ids",), "reward": PAIR, "dpo": PAIR, "kto": ("answer_ids",)}
 
 
-def our_pass(
-    section: str, rows: list[dict[str, Any]], folder: str, *, is_packed: bool, **flags: Any
-) -> Callable[[], None]:
-    """Return a function that trains a model of `folder` for one pass, as the program does with --packed, or
-    padded.
+def build_ours(
+    section: str,
+    rows: list[dict[str, Any]],
+    folder: str,
+    *,
+    is_packed: bool,
+    num_tokens: int = workload.VOCABULARY,
+    **flags: Any,
+) -> tuple[single_model.Trainer, GlobalBatches]:
+    """Return what trains a model of `folder` as the program does, with --packed or padded, and its batches.
+
+    `num_tokens` is the tokenizer's length. The reference of DPO and KTO has been asked.
     """
-    is_sft, is_dpo, rows = section == "sft", section == "dpo", [dict(row) for row in rows]
+    is_sft, has_reference = section == "sft", section in ("dpo", "kto")
     load = training_loop.load_ranker if section == "reward" else training_loop.load_policy
+    defaults = {"dtype": "fp32", "learning_rate": 1e-5, "lr_scheduler_type": "constant"}
+    if has_reference:
+        defaults["loss"] = section
     args = (SFTArguments if is_sft else RewardArguments)(
-        model_name_or_path=folder,
-        packed=is_packed,
-        dtype="fp32",
-        learning_rate=1e-5,
-        lr_scheduler_type="constant",
-        log_interval=10**9,
-        **({"loss": "dpo"} if is_dpo else {}),
-        **flags,
+        model_name_or_path=folder, packed=is_packed, log_interval=10**9, **defaults | flags
     )
+    rows = [dict(row) for row in rows]
     lengths = [tuple(len(row[key]) for key in COLUMNS[section]) for row in rows]
     batches = GlobalBatches(
         rows,
@@ -99,17 +105,23 @@ def our_pass(
         seed=1,
         row_lengths=lengths,
         max_tokens=ROWS_PER_STEP * len(lengths[0]) * MAX_SEQ_LEN if is_packed else 0,
-        shared_lengths=list(map(shared_length, rows)) if is_packed and not is_sft else (),
+        shared_lengths=list(map(shared_length, rows)) if is_packed and COLUMNS[section] == PAIR else (),
     )
     config = config_of(args, zero_stage=args.zero_stage, offload="none", micro_batch_size=ROWS_PER_STEP)
     start = Start(args, None, None, ds_config=config)  # type: ignore[arg-type]
-    model = load(args, start.ds_config, workload.VOCABULARY, dropout=0.0)
+    model = load(args, start.ds_config, num_tokens, dropout=0.0)
     trainer = single_model.build_trainer(TRAINERS[section], start, model, batches, 10**9)
     trainer.is_packed = batches.is_packed = is_packed
     trainer.logger.open()
     with torch.no_grad():
-        for row in rows if is_dpo else ():
+        for row in rows if has_reference else ():
             row["reference_logprobs"] = trainer.compute_logprobs(collate_pairs([row]))
+    return trainer, batches
+
+
+def our_pass(section: str, rows: list[dict[str, Any]], folder: str, **options: Any) -> Callable[[], None]:
+    """Return a function that trains for one pass; see `build_ours`."""
+    trainer, batches = build_ours(section, rows, folder, **options)
 
     def run() -> None:
         for step in range(1, len(batches) + 1):
@@ -160,7 +172,7 @@ def main() -> None:
     startup.quiet_libraries()
     distributed.start()
     num_rows = ROWS_PER_STEP if args.quick else 160
-    found = {section: run_section(section, args, num_rows) for section in TRAINERS}
+    found = {section: run_section(section, args, num_rows) for section in TRL_WAYS}
     rates = found["sft"]["rates"]
     ratios = {section: facts["ratio"] for section, facts in found.items()} | labels_only_ratios(found)
     print_result(

@@ -103,6 +103,13 @@ class Peer:
         self.process.stdin.flush()
         return self._read()
 
+    def finish(self) -> list[dict[str, Any]]:
+        """Let it train to its end; return what its trainer has logged."""
+        answer: dict[str, Any] = {}
+        while "history" not in answer:
+            answer = self.go()
+        return answer["history"]
+
     def _read(self) -> dict[str, Any]:
         line = self.process.stdout.readline()
         if not line:

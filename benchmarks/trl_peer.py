@@ -3,9 +3,10 @@
 
 DIR/bin/python benchmarks/trl_peer.py '{"task": "sft", "rows": "ROWS.json", "models": "FOLDER"}'
 
-`train()` runs once; a callback holds it between turns. Logs and checkpoints are off.
+`train()` runs once; a callback holds it between turns. Logs and checkpoints are off. Where `options` end it,
+the last answer is `history`: what the trainer has logged.
   sft, reward,  TRL 1.16; a turn is a pass over the rows: TRL's own batches, forward, backward, clipping,
-  dpo           optimizer. An optimizer step is batch_size * accumulation rows. The answer: seconds
+  dpo, kto      optimizer. An optimizer step is batch_size * accumulation rows. The answer: seconds
   ppo           TRL 1.12, the last release with a PPOTrainer; a turn is a PPO step: prompts, generation, the
                 scores of four models, advantages, 4 optimizer steps, metrics. It does not clip gradients.
                 The answer: seconds, tokens (generated ones: EOS included, nothing after it)
@@ -19,8 +20,8 @@ Attention is torch's (sdpa): FlashAttention needs a GPU, and flex_attention has 
 import json
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,8 @@ class Task:
     labels_only: bool = False  # see `score_labels_only`
     max_new_tokens: int = 64
     num_samples: int = 8  # of a prompt, for `grpo`
+    scores_tokens: bool = False  # for `grpo`: its reward model reads the response's EOS, too
+    options: dict[str, Any] = field(default_factory=dict)  # of the trainer, in place of those it has here
     length: int = 0  # of each sequence, to measure memory
     vocabulary: int = 0
 
@@ -93,7 +96,8 @@ def training_options(task: Task, output_dir: str) -> dict[str, Any]:
 def supervised_options(task: Task, output_dir: str) -> dict[str, Any]:
     """Return the options of SFT and reward modelling."""
     options = training_options(task, output_dir) | BATCHINGS[task.batching]
-    return options | {"num_train_epochs": 10**6, "max_grad_norm": 1.0, "logging_strategy": "no"}
+    options |= {"num_train_epochs": 10**6, "max_grad_norm": 1.0, "logging_strategy": "no"}
+    return options | task.options
 
 
 def call_at(**functions: Callable[[], None]) -> TrainerCallback:
@@ -254,11 +258,9 @@ def build_dpo_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
     rows, options, model = prepare(task, "policy", output_dir)
     tokenizer, texts = build_tokenizer(), []
     for row in rows:  # it takes text
-        start = row["chosen_response_start"]
-        chosen, rejected = (tokenizer.convert_ids_to_tokens(row[side]) for side in SIDES)
-        text = {"prompt": [*chosen[:start], ""], "chosen": chosen[start:], "rejected": rejected[start:]}
-        length = max(len(chosen), len(rejected))  # the sampler reads it
-        texts.append({name: " ".join(words) for name, words in text.items()} | {"length": length})
+        text = to_texts(tokenizer, row, SIDES, row["chosen_response_start"])
+        length = max(len(row[side]) for side in SIDES)  # the sampler reads it
+        texts.append({"prompt": text[0], "chosen": text[1], "rejected": text[2], "length": length})
     trainer = trl.DPOTrainer(
         model=model,
         args=trl.DPOConfig(
@@ -268,10 +270,45 @@ def build_dpo_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
         processing_class=tokenizer,
         callbacks=[turn_by_epoch(turns)],
     )
-    for row, kept in zip(rows, trainer.train_dataset, strict=True):
-        if any(kept["prompt_ids"] + kept[side] != row[side] for side in SIDES):
-            raise ValueError(f"TRL has other tokens of row {row['row_id']}")
+    check_tokens(rows, trainer, SIDES, SIDES)
     return trainer
+
+
+def build_kto_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
+    """Return TRL's trainer of KTO; it has asked its model for the reference's log-probabilities."""
+    import trl
+    from datasets import Dataset
+
+    rows, options, model = prepare(task, "policy", output_dir)
+    tokenizer, texts = build_tokenizer(), []
+    for row in rows:
+        prompt, answer = to_texts(tokenizer, row, ["answer_ids"], row["answer_response_start"])
+        texts.append({"prompt": prompt, "completion": answer, "label": bool(row["label"])})
+    trainer = trl.KTOTrainer(
+        model=model,
+        args=trl.KTOConfig(**options, max_length=None, precompute_ref_log_probs=True),
+        train_dataset=Dataset.from_list(texts),
+        processing_class=tokenizer,
+        callbacks=[turn_by_epoch(turns)],
+    )
+    check_tokens(rows, trainer, ["answer_ids"], ["completion_ids"])
+    return trainer
+
+
+def to_texts(tokenizer: Any, row: dict[str, Any], columns: Sequence[str], start: int) -> list[str]:
+    """Return the text of a row's prompt, which has `start` tokens, and those of its answers."""
+    words = [tokenizer.convert_ids_to_tokens(row[column]) for column in columns]
+    return [" ".join([*words[0][:start], ""]), *(" ".join(of[start:]) for of in words)]
+
+
+def check_tokens(
+    rows: list[dict[str, Any]], trainer: Any, columns: Sequence[str], answers: Sequence[str]
+) -> None:
+    """Raise ValueError unless the trainer has the rows' tokens; `answers` are its names of `columns`."""
+    for row, kept in zip(rows, trainer.train_dataset, strict=True):
+        pairs = zip(columns, answers, strict=True)
+        if any(kept["prompt_ids"] + kept[answer] != row[column] for column, answer in pairs):
+            raise ValueError(f"TRL has other tokens of row {row['row_id']}")
 
 
 def build_ppo_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
@@ -295,7 +332,7 @@ def build_ppo_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
     }
     prompts = json.loads(Path(task.rows).read_text())
     trainer = PPOTrainer(
-        args=PPOConfig(**training_options(task, output_dir) | options),
+        args=PPOConfig(**training_options(task, output_dir) | options | task.options),
         processing_class=build_tokenizer(),
         train_dataset=Dataset.from_list([{"input_ids": row["input_ids"]} for row in prompts]),
         callbacks=[turn_by_ppo_step(turns)],
@@ -326,17 +363,32 @@ def build_grpo_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
         "learning_rate": 1e-6,
     }
     tokenizer, prompts = build_tokenizer(), json.loads(Path(task.rows).read_text())
+    reward = load_model(task, "reward")
     # The reward model reads the texts of prompt and response one after the other: words stay words.
     texts = [{"prompt": tokenizer.decode(row["input_ids"]) + " "} for row in prompts]
     return trl.GRPOTrainer(
         model=load_model(task, "policy"),
-        reward_funcs=load_model(task, "reward"),
+        reward_funcs=build_scorer(reward, tokenizer) if task.scores_tokens else reward,
         reward_processing_classes=build_tokenizer(),
-        args=trl.GRPOConfig(**training_options(task, output_dir) | options),
+        args=trl.GRPOConfig(**training_options(task, output_dir) | options | task.options),
         train_dataset=Dataset.from_list(texts),
         processing_class=tokenizer,
         callbacks=[turn_by_grpo_step(turns)],
     )
+
+
+def build_scorer(reward: Any, tokenizer: Any) -> Callable[..., list[float]]:
+    """Return a reward function that scores the tokens of prompts and responses, EOS included."""
+
+    @torch.no_grad()
+    def score(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        rows = [
+            tokenizer(prompt)["input_ids"] + ids for prompt, ids in zip(prompts, completion_ids, strict=True)
+        ]
+        found = tokenizer.pad({"input_ids": rows}, padding_side="right", return_tensors="pt")
+        return reward.eval()(**found).logits[:, 0].tolist()
+
+    return score
 
 
 TRAINERS = {
@@ -344,6 +396,7 @@ TRAINERS = {
     "sft": build_sft_trainer,
     "reward": build_reward_trainer,
     "dpo": build_dpo_trainer,
+    "kto": build_kto_trainer,
     "ppo": build_ppo_trainer,
     "memory": build_sft_trainer,
     "reward_memory": build_reward_trainer,
@@ -358,7 +411,10 @@ def main() -> None:
     if task.labels_only:
         score_labels_only()
     with tempfile.TemporaryDirectory() as output_dir:
-        TRAINERS[task.task](task, turns, output_dir).train()
+        trainer = TRAINERS[task.task](task, turns, output_dir)
+        trainer.train()
+    turns.answer(history=trainer.state.log_history)
+    turns.wait()  # until it is read
 
 
 if __name__ == "__main__":

@@ -124,10 +124,10 @@ def memory_pairs(n: int, num_tokens: int, vocabulary: int) -> list[dict[str, Any
     return pairs
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
     """Return a tokenizer of single words: id 17 is "t17"; special are <pad>, <s>, </s>, <unk> (0 to 3)."""
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    words = [*special.values(), *(f"t{i}" for i in range(FIRST_ID, VOCABULARY))]
+    words = [*special.values(), *(f"t{i}" for i in range(FIRST_ID, vocabulary))]
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=core, padding_side="left", **special)
