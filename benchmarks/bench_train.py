@@ -114,8 +114,11 @@ def build_ours(
     trainer.is_packed = batches.is_packed = is_packed
     trainer.logger.open()
     with torch.no_grad():
-        for row in rows if has_reference else ():
-            row["reference_logprobs"] = trainer.compute_logprobs(collate_pairs([row]))
+        for first in range(0, len(rows) if has_reference else 0, ROWS_PER_STEP):
+            some = rows[first : first + ROWS_PER_STEP]
+            of_rows = trainer.compute_logprobs(collate_pairs(some)).view(-1, 2)
+            for row, logprobs in zip(some, of_rows, strict=True):
+                row["reference_logprobs"] = logprobs
     return trainer, batches
 
 

@@ -33,13 +33,13 @@ from step2_reward.kto_trainer import MismatchedRows
 from tools.report.run_reader import Curve, read_run
 from training_scripts.demo import composed
 
-SEEDS, NUM_STEPS = (0, 1, 2), 80
+SEEDS, NUM_STEPS = (0, 1, 2), 60
 SIZE = {"hidden_size": 128, "intermediate_size": 352}
 RATES = {"sft": 2e-3, "reward": 3e-4, "dpo": 1e-4, "kto": 1e-4}
 WEIGHT_DECAY = 0.1
 PAIRED_ALIKE = "kto, KL term as TRL's"  # ours: shows whether anything else differs
 # A step has so many prompts, responses to each, and optimizer steps of all.
-SAMPLED = {"grpo": (16, 4, 1), "ppo": (64, 1, 4)}
+SAMPLED = {"grpo": (16, 4, 1), "ppo": (32, 1, 4)}
 NUM_RL_STEPS, RL_RATE, KL_COEF, MAX_PROMPT, MAX_RESPONSE = 40, 1e-4, 0.05, 64, 32
 MICRO_BATCH = 16  # of TRL's GRPO: responses
 ROUNDING = 1e-8  # smaller differences are drawn as that
@@ -241,7 +241,7 @@ def compare(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     sides = [side for side in ("ours", "trl") if side in runs[0]]
     if "score" in runs[0]["ours"]:
-        ends = {"before": slice(LAST), "after": slice(-LAST, None)}
+        ends = {"first": slice(LAST), "last": slice(-LAST, None)}
         return {
             side: {
                 end: [statistics.fmean(run[side]["score"][of]) for run in runs] for end, of in ends.items()
