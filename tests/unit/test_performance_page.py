@@ -186,3 +186,35 @@ def test_the_next_bottleneck_is_what_the_plan_says():
         share = row["phases"]["generate"]["seconds"] / row["seconds"]
         told.append(f"{verb}{100 * share:.0f} %")
     assert [words for words in told if words not in SCALE_SECTION] == []
+
+
+# ---- the same work beside TRL ---------------------------------------------------------------------------
+
+PEERS = json.loads((ROOT / "docs/results/peers.json").read_text())
+[PEERS_SECTION] = re.findall(r"^## The same work beside TRL$.*?(?=^## |\Z)", RESULTS, re.M | re.S)
+TRAIN, MEMORY = BASELINES["train.cpu.json"]["ratios"], BASELINES["memory.cpu.json"]
+SPEED = TRAIN | {name: BASELINES[f"{name}_step.cpu.json"]["ratio"] for name in ("ppo", "grpo")}
+PEAK = {"sft": MEMORY["ratio"], "reward": MEMORY["reward_ratio"]}
+
+
+def told_scores(scores: list[float]) -> str:
+    """The mean of the seeds, the lowest and the highest, as the page writes them."""
+    return f"{statistics.fmean(scores):.2f} ({min(scores):.2f} to {max(scores):.2f})"
+
+
+@pytest.mark.parametrize("task", PEERS["tasks"])
+def test_losses_and_scores_beside_trl_are_told(task):
+    found = PEERS["tasks"][task]
+    cells = [f"{table[task]:.2f}" if task in table else "" for table in (SPEED, PEAK)]
+    if task in ("grpo", "ppo"):
+        cells += [told_scores(found[side][end]) for end in ("first", "last") for side in ("ours", "trl")]
+    else:
+        cells += [f"{found[side]:.4f}" for side in ("ours", "trl")]
+        cells += [f"{found[step]:.0e}" for step in ("first", "last", "largest")]
+    assert f"| {task} | {' | '.join(cells)} |".replace("  ", " ") in PEERS_SECTION
+
+
+def test_the_section_beside_trl_names_its_command_and_its_file():
+    assert f"```bash\n{PEERS['command']}\n```" in PEERS_SECTION
+    assert f"[peers.json](results/peers.json), commit {PEERS['commit']}" in PEERS_SECTION
+    assert "(results/peers.svg)" in PEERS_SECTION
