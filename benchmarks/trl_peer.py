@@ -113,6 +113,20 @@ def turn_by_epoch(turns: Turns) -> TrainerCallback:
     return call_at(on_train_begin=turns.answer, on_epoch_begin=turns.wait, on_epoch_end=turns.answer)
 
 
+def turn_by_step(turns: Turns, num_tokens: list[int]) -> TrainerCallback:
+    """Return a callback that waits for a turn before each step and answers the newest number after it."""
+
+    def begin() -> None:
+        turns.answer()
+        turns.wait()
+
+    def end() -> None:
+        turns.answer(tokens=num_tokens[-1])
+        turns.wait()
+
+    return call_at(on_train_begin=begin, on_step_end=end)
+
+
 def turn_by_ppo_step(turns: Turns) -> TrainerCallback:
     """Return a callback that waits for a turn before each PPO step and answers after it."""
     from trl.experimental.ppo import ppo_trainer
@@ -125,16 +139,8 @@ def turn_by_ppo_step(turns: Turns) -> TrainerCallback:
         num_tokens.append(int((is_end.cumsum(1) - is_end == 0).sum()))
         return found
 
-    def begin() -> None:
-        turns.answer()
-        turns.wait()
-
-    def end() -> None:
-        turns.answer(tokens=num_tokens[-1])
-        turns.wait()
-
     ppo_trainer.batch_generation = watched
-    return call_at(on_train_begin=begin, on_step_end=end)
+    return turn_by_step(turns, num_tokens)
 
 
 def turn_by_grpo_step(turns: Turns) -> TrainerCallback:
@@ -148,16 +154,8 @@ def turn_by_grpo_step(turns: Turns) -> TrainerCallback:
         num_tokens.append(sum(map(len, found[0])))
         return found
 
-    def begin() -> None:
-        turns.answer()
-        turns.wait()
-
-    def end() -> None:
-        turns.answer(tokens=num_tokens[-1])
-        turns.wait()
-
     GRPOTrainer._generate_single_turn = watched
-    return call_at(on_train_begin=begin, on_step_end=end)
+    return turn_by_step(turns, num_tokens)
 
 
 def measure_second_step(turns: Turns) -> TrainerCallback:
