@@ -68,7 +68,7 @@ def main() -> None:
         if args.quick:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             task = Task("sums", Path(folder), "--max_train_steps 2 --eval_fraction 0.2")
-        task.prepare()
+        task.prepare("grpo")  # the teacher
         names = QUICK if args.quick else list(CASES)
         runs = task.run_all([Case(name, CASES[name]) for name in names], args.runs)
     curves = {name: mean_curve(of) for name, of in runs.items()}

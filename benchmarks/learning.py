@@ -41,11 +41,12 @@ class Task:
     kl: str = KL
     every: int = 1
 
-    def prepare(self) -> None:
-        """Make what all runs need: the SFT model, and what grpo trains of it, the teacher of distill."""
-        teacher = self.folder / "grpo"
-        if not (teacher / FINISHED_FILE).is_file():
-            self.call(f"grpo {self.flags}", teacher)
+    def prepare(self, *algorithms: str) -> None:
+        """Make what runs begin with: the SFT model, and what these algorithms train of it."""
+        self.call("sft", self.folder / "sft")
+        for name in algorithms:
+            if not (self.folder / name / FINISHED_FILE).is_file():
+                self.call(f"{name} {self.flags}", self.folder / name)
 
     def call(self, words: str, folder: Path, environment: Mapping[str, str] | None = None) -> None:
         """Run the script; what it prints is shown where it fails."""

@@ -4,7 +4,7 @@
 # each; word problems about 6 minutes for SFT, then 2 each. They need `pip install --no-deps reasoning-gym`.
 #   bash training_scripts/verifiable/run.sh grpo [further flags of step 3]
 #   LEVEL=gsm bash training_scripts/verifiable/run.sh grpo
-#   ALGORITHM: ppo, grpo, dr_grpo, rloo, reinforce++, reinforce++-baseline, distill, or MODULE:FUNCTION
+#   ALGORITHM: ppo, grpo, dr_grpo, rloo, reinforce++, reinforce++-baseline, distill, MODULE:FUNCTION, or sft alone
 #   distill learns from what grpo trained, made first where it is not there; no reward is learned from.
 # Knobs (environment): LEVEL (sums or gsm, default sums), OUTPUT_DIR (default output/verifiable/LEVEL), RUN_DIR
 # (default OUTPUT_DIR/ALGORITHM).
@@ -78,6 +78,8 @@ if [ ! -d "$OUTPUT_DIR/sft/export" ]; then
     --log_interval 50 \
     "${SFT_FLAGS[@]}" 2>&1 | tee -i "$OUTPUT_DIR/sft.log"
 fi
+
+if [ "$ALGORITHM" = sft ]; then exit; fi
 
 REWARD=function:step3_ppo.rewards.examples.arithmetic:right_answer
 OWN_FLAGS=(--reward "$REWARD" --kl_coef 0.01)
