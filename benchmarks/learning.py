@@ -80,8 +80,9 @@ class Task:
         seconds = [round(clock.get(step, 0.0)) for step in score.steps]
         shown = ", ".join(f"{value:.3f}" for value in score.values)
         print(f"{case.name}, seed {seed}: {shown}; {seconds[-1]} seconds", flush=True)
+        gap = statistics.fmean(run.curves["policy/logprob_gap"].values)  # |sampler - trainer|, nats a token
         found = {"steps": score.steps, "seconds": seconds, "scores": score.values, "kl": kl.values}
-        return {"name": case.name, "seed": seed} | found
+        return {"name": case.name, "seed": seed, "gap": gap} | found
 
 
 def thin(curve: Curve, every: int) -> Curve:
@@ -102,6 +103,7 @@ def summarise(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
         "deviation": statistics.pstdev(last),
         "collapsed": sum(run["scores"][-1] < run["scores"][0] for run in runs),
         "kl": statistics.fmean(run["kl"][-1] for run in runs),
+        "gap": statistics.fmean(run["gap"] for run in runs),
     }
 
 

@@ -15,7 +15,7 @@ import torch
 
 from common.generation import decode
 
-TOKENS = 2000  # after so many the size is set anew
+TOKENS = 300  # after so many the size is set anew
 
 
 class SamplerError:
