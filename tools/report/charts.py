@@ -154,27 +154,40 @@ def render_svg(
     return f"{head}{body}</svg>"
 
 
+def _wrap(names: Sequence[str], width: int) -> list[list[tuple[int, str]]]:
+    """Return numbered names by line, of `width` letters at most where a name alone is not longer."""
+    lines: list[list[tuple[int, str]]] = [[]]
+    for item in enumerate(names):
+        if lines[-1] and sum(len(name) + 2 for _, name in [*lines[-1], item]) > width:
+            lines.append([])
+        lines[-1].append(item)
+    return lines
+
+
 def render_picture(panels: Mapping[str, Mapping[str, Curve]], x_name: str = "step") -> str:
     """Return {title: {name: curve}} as an SVG file: two columns of panels, in the colors of the page.
 
-    A name stands in its color under the title of its panel.
+    Names stand in their colors under the title of their panel, on as many lines as they need.
     """
     style = re.search(r"<style>(.*?)</style>", PAGE.read_text(), re.S)[1]
-    head, gap = 44, 16  # of a title and its names; between panels
+    gap, letter, line = 16, 7.2, 18  # between panels; the width of a letter, the height of a line
+    names = {title: _wrap(list(curves), int(WIDTH / letter)) for title, curves in panels.items()}
+    head = 26 + line * max(map(len, names.values()))  # of a title and its names
     rows = -(-len(panels) // 2)
     width, height = 2 * WIDTH + 3 * gap, rows * (HEIGHT + head + gap) + gap
     body = f'<style>{style}</style><rect width="{width}" height="{height}" fill="var(--card)"/>'
     for place, (title, curves) in enumerate(panels.items()):
         left, top = gap + place % 2 * (WIDTH + gap), gap + place // 2 * (HEIGHT + head + gap)
-        names = [
-            f'<tspan dx="{9 * bool(i)}" fill="var(--c{i % len(COLORS)})">{escape(name)}</tspan>'
-            for i, name in enumerate(curves)
-        ]
         body += f'<text x="{left}" y="{top + 12}" font-weight="600" fill="var(--ink)">{escape(title)}</text>'
-        body += f'<text x="{left}" y="{top + 30}">{"".join(names)}</text>'
+        for row, of_line in enumerate(names[title]):
+            words = [
+                f'<tspan dx="{9 * bool(n)}" fill="var(--c{i % len(COLORS)})">{escape(name)}</tspan>'
+                for n, (i, name) in enumerate(of_line)
+            ]
+            body += f'<text x="{left}" y="{top + 30 + line * row}">{"".join(words)}</text>'
         panel = render_svg([(i, *of) for i, of in enumerate(curves.items())], title, x_name=x_name)
         body += f'<svg x="{left}" y="{top + head}" width="{WIDTH}" height="{HEIGHT}"' + panel.removeprefix(
             "<svg"
         )
-    names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
-    return f'<svg {names} viewBox="0 0 {width} {height}" font-size="12.5">{body}</svg>\n'
+    spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    return f'<svg {spaces} viewBox="0 0 {width} {height}" font-size="12.5">{body}</svg>\n'
