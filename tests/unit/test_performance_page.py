@@ -117,10 +117,38 @@ def test_what_each_algorithm_learns_is_told(name):
     assert f"{means[0]:.2f} before" in ALGORITHMS
 
 
+# ---- sections of evidence -------------------------------------------------------------------------------
+
+EVIDENCE = {path.stem: json.loads(path.read_text()) for path in (ROOT / "docs/results").glob("*.json")}
+SECTIONS = {
+    name: next(of for of in RESULTS.split("\n## ") if f"](results/{name}.json)" in of) for name in EVIDENCE
+}
+
+
+@pytest.mark.parametrize("name", EVIDENCE)
+def test_a_section_names_its_command_its_file_and_its_figure(name):
+    found, section = EVIDENCE[name], SECTIONS[name]
+    assert f"```bash\n{found['command']}\n```" in section
+    assert f"[{name}.json](results/{name}.json), commit {found['commit']}" in section
+    assert f"(results/{name}.svg)" in section
+    assert f"`{found['command']}`, **planned**" not in RESULTS
+
+
+def test_what_each_mistake_costs_is_told():
+    found = EVIDENCE["stability"]
+    for name, case in found["cases"].items():
+        runs = [run["scores"] for run in found["runs"] if run["name"] == name]
+        mean, low, high = (f"{value + 0.0:.3f}".replace("-0.000", "0.000") for value in case["cost"])
+        cells = [name, str(len(runs)), f"{statistics.fmean(scores[1] for scores in runs):.2f}"]
+        cells += [f"{case['after']:.3f}", f"{case['lowest']:.2f} to {case['highest']:.2f}"]
+        cells += [f"{case['deviation']:.3f}", str(case["collapsed"])]
+        cells += ["" if name == "ours" else f"{mean} ({low} to {high})", f"{case['kl']:.2f}"]
+        assert f"| {' | '.join(cells)} |".replace("  ", " ") in SECTIONS["stability"].replace("  ", " ")
+
+
 # ---- scale, planned -------------------------------------------------------------------------------------
 
-SCALE = json.loads((ROOT / "docs/results/scale.json").read_text())
-[SCALE_SECTION] = re.findall(r"^## Scale, planned$.*?(?=^## |\Z)", RESULTS, re.M | re.S)
+SCALE, SCALE_SECTION = EVIDENCE["scale"], SECTIONS["scale"]
 
 
 def kind_seconds(row: dict, kind: str) -> str:
@@ -160,15 +188,13 @@ def test_planned_seconds_are_told(row):
     assert is_told == (row["gpus"] in (8, 64, 256, 1024))
 
 
-def test_the_scale_section_names_its_command_its_file_and_its_anchor():
-    assert f"```bash\n{SCALE['command']}\n```" in SCALE_SECTION
-    assert f"[scale.json](results/scale.json), commit {SCALE['commit']}" in SCALE_SECTION
+def test_the_scale_section_names_its_anchor():
     anchor = SCALE["anchor"]
     assert f"{anchor['planned']} seconds where {anchor['published']} are published" in SCALE_SECTION
     shares = [f"{100 * share:.0f} %" for share in SCALE["generation_share"].values()]
     told = re.findall(r"\d+ %", SCALE_SECTION.partition("generation's share of that")[2])
     assert told == shares
-    assert "(results/scale.svg)" in SCALE_SECTION and "not run" in SCALE_SECTION
+    assert "not run" in SCALE_SECTION
 
 
 def test_the_next_bottleneck_is_what_the_plan_says():
@@ -190,8 +216,7 @@ def test_the_next_bottleneck_is_what_the_plan_says():
 
 # ---- the same work beside TRL ---------------------------------------------------------------------------
 
-PEERS = json.loads((ROOT / "docs/results/peers.json").read_text())
-[PEERS_SECTION] = re.findall(r"^## The same work beside TRL$.*?(?=^## |\Z)", RESULTS, re.M | re.S)
+PEERS, PEERS_SECTION = EVIDENCE["peers"], SECTIONS["peers"]
 TRAIN, MEMORY = BASELINES["train.cpu.json"]["ratios"], BASELINES["memory.cpu.json"]
 SPEED = TRAIN | {name: BASELINES[f"{name}_step.cpu.json"]["ratio"] for name in ("ppo", "grpo")}
 PEAK = {"sft": MEMORY["ratio"], "reward": MEMORY["reward_ratio"]}
@@ -212,9 +237,3 @@ def test_losses_and_scores_beside_trl_are_told(task):
         cells += [f"{found[side]:.4f}" for side in ("ours", "trl")]
         cells += [f"{found[step]:.0e}" for step in ("first", "last", "largest")]
     assert f"| {task} | {' | '.join(cells)} |".replace("  ", " ") in PEERS_SECTION
-
-
-def test_the_section_beside_trl_names_its_command_and_its_file():
-    assert f"```bash\n{PEERS['command']}\n```" in PEERS_SECTION
-    assert f"[peers.json](results/peers.json), commit {PEERS['commit']}" in PEERS_SECTION
-    assert "(results/peers.svg)" in PEERS_SECTION
