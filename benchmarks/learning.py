@@ -1,11 +1,13 @@
 """Runs of training_scripts/verifiable/run.sh, several at a time, and their curves on held-out problems."""
 
 import os
+import random
 import statistics
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,11 @@ NUM_JOBS = len(os.sched_getaffinity(0))  # runs at a time, one thread each
 
 @dataclass(frozen=True)
 class Case:
-    """What a curve is of: the script's words."""
+    """What a curve is of: the script's words, run with seeds from 1 on."""
 
     name: str
     words: str
+    num_seeds: int
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -41,12 +44,24 @@ class Task:
     kl: str = KL
     every: int = 1
 
-    def prepare(self, *algorithms: str) -> None:
-        """Make what runs begin with: the SFT model, and what these algorithms train of it."""
+    def run_all(self, cases: Sequence[Case], *, quick: str = "") -> dict[str, list[dict[str, Any]]]:
+        """Return the runs of each case; what is there already is only read.
+
+        `quick`: sums with these flags, one seed each, in a folder that goes away.
+        """
+        if quick:
+            with tempfile.TemporaryDirectory() as folder:
+                tiny = replace(self, level="sums", folder=Path(folder), flags=quick, every=1)
+                return tiny.run_all([replace(case, num_seeds=1) for case in cases])
         self.call("sft", self.folder / "sft")
-        for name in algorithms:
-            if not (self.folder / name / FINISHED_FILE).is_file():
-                self.call(f"{name} {self.flags}", self.folder / name)
+        teacher = self.folder / "grpo"
+        if any("distill" in case.words for case in cases) and not (teacher / FINISHED_FILE).is_file():
+            self.call(f"grpo {self.flags}", teacher)
+        most = max(case.num_seeds for case in cases)
+        jobs = [(case, seed) for seed in range(1, most + 1) for case in cases if seed <= case.num_seeds]
+        with ThreadPoolExecutor(NUM_JOBS) as pool:
+            runs = list(pool.map(lambda job: self._run(*job), jobs))
+        return {case.name: [run for run in runs if run["name"] == case.name] for case in cases}
 
     def call(self, words: str, folder: Path, environment: Mapping[str, str] | None = None) -> None:
         """Run the script; what it prints is shown where it fails."""
@@ -61,13 +76,6 @@ class Task:
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"error: {' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-
-    def run_all(self, cases: Sequence[Case], num_seeds: int) -> dict[str, list[dict[str, Any]]]:
-        """Return the runs of each case, seeds from 1 on; what is there already is only read."""
-        jobs = [(case, seed) for seed in range(1, num_seeds + 1) for case in cases]
-        with ThreadPoolExecutor(NUM_JOBS) as pool:
-            runs = list(pool.map(lambda job: self._run(*job), jobs))
-        return {case.name: [run for run in runs if run["name"] == case.name] for case in cases}
 
     def _run(self, case: Case, seed: int) -> dict[str, Any]:
         """Return a run's evaluations by step, with the run's clock at the end of each."""
@@ -92,9 +100,13 @@ def thin(curve: Curve, every: int) -> Curve:
     return Curve(steps, [statistics.fmean(curve.values[start : start + every]) for start in starts])
 
 
-def summarise(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return what the runs of a case ended with; one has collapsed that ends below its first score."""
+def summarise(runs: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the runs of a case ended with; one has collapsed that ends below its first score.
+
+    `cost` is by how much `base`, runs of the same seeds, end above: the mean, and its 95 % interval.
+    """
     last = [run["scores"][-1] for run in runs]
+    costs = [of["scores"][-1] - score for of, score in zip(base[: len(last)], last, strict=True)]
     return {
         "before": statistics.fmean(run["scores"][0] for run in runs),
         "after": statistics.fmean(last),
@@ -102,9 +114,17 @@ def summarise(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
         "highest": max(last),
         "deviation": statistics.pstdev(last),
         "collapsed": sum(run["scores"][-1] < run["scores"][0] for run in runs),
+        "cost": mean_with_interval(costs),
         "kl": statistics.fmean(run["kl"][-1] for run in runs),
         "gap": statistics.fmean(run["gap"] for run in runs),
     }
+
+
+def mean_with_interval(numbers: Sequence[float]) -> list[float]:
+    """Return the mean and its 95 % interval, by 10,000 means of as many numbers drawn with replacement."""
+    draw = random.Random(0)
+    means = sorted(statistics.fmean(draw.choices(numbers, k=len(numbers))) for _ in range(10_000))
+    return [statistics.fmean(numbers), means[250], means[9749]]
 
 
 def mean_curve(runs: Sequence[dict[str, Any]], what: str = "scores") -> Curve:

@@ -10,6 +10,7 @@ from program_runs import ROOT, run
 from benchmarks import bench_evidence
 from benchmarks.bench_flops import Work, build_counter, forward_flops
 from benchmarks.evidence.faults import FAULTS
+from benchmarks.learning import summarise
 from benchmarks.workload import small_llama_config
 from common.models.output_head import LogitOptions, token_scores
 
@@ -49,6 +50,17 @@ def test_evidence_is_made_again(name):
     if name == "stability":  # each mistake moves the numbers
         moved = [of["kl"] for of in found["cases"].values()]
         assert len(set(moved)) == len(moved) == 1 + len(FAULTS)
+
+
+def test_a_case_is_summed_up_beside_the_runs_without_its_mistake():
+    """A seed falls from .3 to .2 where it would rise to .9, the next ends alike, no third was run."""
+    good, bad = (
+        [{"scores": scores, "kl": [0.0, 1.0], "gap": 0.5} for scores in of]
+        for of in (([0.3, 0.9], [0.4, 0.8], [0.3, 0.5]), ([0.3, 0.2], [0.4, 0.8]))
+    )
+    found = summarise(bad, good)
+    assert found["collapsed"] == 1 and found["lowest"] == 0.2 and found["after"] == 0.5
+    assert found["cost"] == pytest.approx([0.35, 0.0, 0.7]) and found["gap"] == 0.5
 
 
 def test_a_quick_grpo_step_has_eight_responses_to_a_prompt():
