@@ -64,18 +64,9 @@ class Task:
         return {case.name: [run for run in runs if run["name"] == case.name] for case in cases}
 
     def call(self, words: str, folder: Path, environment: Mapping[str, str] | None = None) -> None:
-        """Run the script; what it prints is shown where it fails."""
-        knobs = {
-            "LEVEL": self.level,
-            "OUTPUT_DIR": str(self.folder),
-            "RUN_DIR": str(folder),
-            "OMP_NUM_THREADS": "1",
-        }
-        command = ["bash", SCRIPT, *words.split()]
-        env = os.environ | knobs | (environment or {})
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"error: {' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+        """Run the script."""
+        knobs = {"LEVEL": self.level, "OUTPUT_DIR": str(self.folder), "RUN_DIR": str(folder)}
+        run_alone(["bash", SCRIPT, *words.split()], knobs | dict(environment or {}))
 
     def _run(self, case: Case, seed: int) -> dict[str, Any]:
         """Return a run's evaluations by step, with the run's clock at the end of each."""
@@ -91,6 +82,14 @@ class Task:
         gap = statistics.fmean(run.curves["policy/logprob_gap"].values)  # |sampler - trainer|, nats a token
         found = {"steps": score.steps, "seconds": seconds, "scores": score.values, "kl": kl.values}
         return {"name": case.name, "seed": seed, "gap": gap} | found
+
+
+def run_alone(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Run a command in the repository with one thread; what it prints is shown where it fails."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"} | environment
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"error: {' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
 
 
 def thin(curve: Curve, every: int) -> Curve:
@@ -127,8 +126,7 @@ def mean_with_interval(numbers: Sequence[float]) -> list[float]:
     return [statistics.fmean(numbers), means[250], means[9749]]
 
 
-def mean_curve(runs: Sequence[dict[str, Any]], what: str = "scores") -> Curve:
+def mean_curve(runs: Sequence[dict[str, Any]], what: str = "scores", *, over: str = "steps") -> Curve:
     """Return the mean of the runs' curves."""
-    return Curve(
-        runs[0]["steps"], [statistics.fmean(of) for of in zip(*(run[what] for run in runs), strict=True)]
-    )
+    means = [statistics.fmean(of) for of in zip(*(run[what] for run in runs), strict=True)]
+    return Curve(runs[0][over], means)

@@ -44,8 +44,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, dict[st
     runs = task.run_all(list(cases.values()), quick="--max_train_steps 2" if args.quick else "")
     curves: dict[str, dict[str, Curve]] = {}
     for title, panel in panels.items():
-        kept = {name: case for name, case in panel.items() if case.name in runs}
-        of_title = {name: runs[case.name] for name, case in kept.items()}
+        of_title = {name: runs[case.name] for name, case in panel.items() if case.name in runs}
         curves[f"score: {title}"] = {name: mean_curve(of) for name, of in of_title.items()}
         curves[f"KL: {title}"] = {name: mean_curve(of, "kl") for name, of in of_title.items()}
     found = {name: summarise(of, runs[f"{name.split()[0]} 0"]) for name, of in runs.items()}

@@ -207,11 +207,8 @@ def build_rows(seed: int, num_rows: int) -> tuple[dict[str, list[dict[str, Any]]
         sft.append({"row_id": str(row_id), "input_ids": prompt + answer, "loss_mask": mask})
     for row_id, (message, *replies) in enumerate(pairs):
         prompt = encode(f"Human: {message} Assistant:")
-        row, start, sides = (
-            {"row_id": str(row_id)},
-            len(prompt),
-            [[*prompt, *encode(reply), EOS] for reply in replies],
-        )
+        row, start = {"row_id": str(row_id)}, len(prompt)
+        sides = [[*prompt, *encode(reply), EOS] for reply in replies]
         for side, ids in zip(("chosen", "rejected"), sides, strict=True):
             row |= {f"{side}_ids": ids, f"{side}_response_start": start}
         ranked.append(row)
@@ -265,22 +262,15 @@ def draw(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Curve]]:
     """Return losses of the first seed, means of the scores of all, and the differences of the losses."""
     panels, differences = {}, {}
     for task, of in runs.items():
-        sides, name = (
-            [side for side in ("trl", "ours") if side in of[0]],
-            next(iter(METRICS.get(task, [])), ""),
-        )
-        if name == "loss":
-            panels[f"{task}: loss, seed {of[0]['seed']}"] = {
-                side: curve_of(of[0][side][name]) for side in sides
+        sides = [side for side in ("trl", "ours") if side in of[0]]
+        name = next(iter(METRICS.get(task, [])), "")
+        if name:
+            shown, seeds = (of, "mean of the seeds") if name == "score" else (of[:1], f"seed {of[0]['seed']}")
+            values = {side: zip(*(run[side][name] for run in shown), strict=True) for side in sides}
+            panels[f"{task}: {name}, {seeds}"] = {
+                side: curve_of([*map(statistics.fmean, by_step)]) for side, by_step in values.items()
             }
-        if name == "score":
-            panels[f"{task}: score, mean of the seeds"] = {
-                side: curve_of(
-                    [statistics.fmean(row) for row in zip(*(run[side][name] for run in of), strict=True)]
-                )
-                for side in sides
-            }
-        elif len(sides) == 2:
+        if name != "score" and len(sides) == 2:
             found = largest_differences(of)
             differences[task] = curve_of([math.log10(max(one, ROUNDING)) for one in found])
     return panels | ({"largest difference of the losses, log10": differences} if differences else {})

