@@ -157,7 +157,7 @@ def test_equal_distributions_have_no_divergence_and_no_gradient_and_others_have_
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_a_chunk_of_fewer_tokens_changes_nothing(beta, monkeypatch):
-    inputs, *rest = make(torch.float32)
+    inputs, *rest = make()  # float64: sums in another order round alike on no CPU
     found = []
     for num_tokens in (1, 4, 100):
         monkeypatch.setattr(output_head, "CPU_CHUNK_ELEMENTS", module.TENSORS_OF_A_CHUNK * num_tokens * V)
@@ -165,7 +165,7 @@ def test_a_chunk_of_fewer_tokens_changes_nothing(beta, monkeypatch):
         found.append((of_tokens, *torch.autograd.grad(total, inputs)))
     for other in found[:2]:
         for a, b in zip(other, found[2], strict=True):
-            close(a, b, 2e-6)
+            close(a, b, 2e-6 if a.dtype == torch.float32 else 1e-12)
 
 
 @pytest.mark.parametrize("beta", BETAS)

@@ -162,24 +162,28 @@ def test_steps_are_those_of_a_plain_loop(stage, offload):
         torch.testing.assert_close(found[name].double(), weight, atol=2e-5, rtol=0, msg=name)
 
 
-# ZeRO stage, offload, --optimizer_dtype of a run in bf16, and the stage that resumes it.
+# ZeRO stage, offload, --optimizer_dtype of a run in bf16, and the stage and offload that resume it.
 RESUMED = [
-    (0, "none", "fp32", 3),
-    (0, "none", "fp32", 1),
-    (3, "none", "fp32", 3),
-    (2, "optimizer", "fp32", 2),
+    (0, "none", "fp32", 3, "none"),
+    (0, "none", "fp32", 1, "none"),
+    (3, "none", "fp32", 3, "none"),
+    (2, "optimizer", "fp32", 2, "none"),
+    (2, "optimizer", "fp32", 2, "optimizer"),
+    (1, "none", "bf16", 1, "none"),
+    (2, "none", "bf16", 3, "none"),
+    (3, "none", "bf16", 3, "none"),
+    (3, "param", "bf16", 1, "none"),
 ]
-RESUMED += [(1, "none", "bf16", 1), (2, "none", "bf16", 3), (3, "none", "bf16", 3), (3, "param", "bf16", 1)]
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize(("stage", "offload", "optimizer_dtype", "later"), RESUMED)
+@pytest.mark.parametrize(("stage", "offload", "optimizer_dtype", "later", "later_offload"), RESUMED)
 @pytest.mark.parametrize("optimizer", ["muon:0.02", "adamw"])
 def test_a_run_resumes_to_the_bit_under_another_stage_too(
-    optimizer, stage, offload, optimizer_dtype, later, tmp_path
+    optimizer, stage, offload, optimizer_dtype, later, later_offload, tmp_path
 ):
     more = {"optimizer": optimizer, "optimizer_dtype": optimizer_dtype}
-    saved, loaded = Trained(stage, "bf16", offload, **more), Trained(later, "bf16", "none", **more)
+    saved, loaded = Trained(stage, "bf16", offload, **more), Trained(later, "bf16", later_offload, **more)
     take_steps([saved.gradients(1.0)])
     write_slices(tmp_path / "pieces", saved.state.tensor_slices())
     reader = TensorReader([tmp_path / "pieces"])
@@ -191,7 +195,7 @@ def test_a_run_resumes_to_the_bit_under_another_stage_too(
     before = saved.snapshot()
     assert_equal_snapshots(loaded.snapshot(), before)
     (found,), (means,) = (take_steps([trained.gradients(0.5)]) for trained in (loaded, saved))
-    if later == max(stage, 1):  # another one sums norms in another order
+    if (later, later_offload) == (max(stage, 1), offload):  # others sum norms in another order
         assert found == means
         assert_equal_snapshots(loaded.snapshot(), saved.snapshot())
     assert found == pytest.approx(means, rel=1e-6)
