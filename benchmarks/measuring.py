@@ -103,12 +103,12 @@ class Peer:
         self.process.stdin.flush()
         return self._read()
 
-    def finish(self) -> list[dict[str, Any]]:
-        """Let it train to its end; return what its trainer has logged."""
-        answer: dict[str, Any] = {}
-        while "history" not in answer:
-            answer = self.go()
-        return answer["history"]
+    def finish(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Let it train to its end; return what its trainer has logged, and its rollouts."""
+        rollouts: list[dict[str, Any]] = []
+        while "history" not in (answer := self.go()):
+            rollouts += [answer["rollout"]] if "rollout" in answer else []
+        return answer["history"], rollouts
 
     def _read(self) -> dict[str, Any]:
         line = self.process.stdout.readline()

@@ -9,9 +9,9 @@ the last answer is `history`: what the trainer has logged.
   dpo, kto      optimizer. An optimizer step is batch_size * accumulation rows. The answer: seconds
   ppo           TRL 1.12, the last release with a PPOTrainer; a turn is a PPO step: prompts, generation, the
                 scores of four models, advantages, 4 optimizer steps, metrics. It does not clip gradients.
-                The answer: seconds, tokens (generated ones: EOS included, nothing after it)
+                The answer: seconds, tokens (generated ones: EOS included, nothing after it), rollout
   grpo          TRL 1.16; a turn is a GRPO step: prompts, generation, scores of policy, reference and reward
-                model, one optimizer step of all responses. The answer: seconds, tokens, as ppo's
+                model, one optimizer step of all responses. The answer is as ppo's
   memory,       TRL 1.16; trains a short step that makes the optimizer's moments, then the measured one, and
   reward_memory says `peak_bytes` when it is ready: gradients, activations, logits; no weights, no moments
 Attention is torch's (sdpa): FlashAttention needs a GPU, and flex_attention has no backward pass on a CPU.
@@ -32,18 +32,13 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
+from benchmarks import workload
 from benchmarks.measuring import Turns, peak_since, start_peak
-from benchmarks.workload import (
-    EOS,
-    WARM_UP_TOKENS,
-    build_tokenizer,
-    memory_pairs,
-    memory_rows,
-    small_llama_config,
-)
+from benchmarks.workload import EOS, PAD, build_tokenizer
 
 PACK_TOKENS = 512
 SIDES = ("chosen_ids", "rejected_ids")
+Rollout = dict[str, list[list[int]]]  # prompts and responses of a step, row by row
 BATCHINGS: dict[str, dict[str, Any]] = {
     "padded": {},
     "grouped": {"train_sampling_strategy": "group_by_length"},
@@ -113,49 +108,51 @@ def turn_by_epoch(turns: Turns) -> TrainerCallback:
     return call_at(on_train_begin=turns.answer, on_epoch_begin=turns.wait, on_epoch_end=turns.answer)
 
 
-def turn_by_step(turns: Turns, num_tokens: list[int]) -> TrainerCallback:
-    """Return a callback that waits for a turn before each step and answers the newest number after it."""
+def turn_by_step(turns: Turns, rollouts: list[Rollout]) -> TrainerCallback:
+    """Return a callback that waits for a turn before each step and answers the newest rollout after it."""
 
-    def begin() -> None:
-        turns.answer()
+    def hold(**facts: Any) -> None:
+        turns.answer(**facts)
         turns.wait()
 
     def end() -> None:
-        turns.answer(tokens=num_tokens[-1])
-        turns.wait()
+        hold(tokens=sum(map(len, rollouts[-1]["responses"])), rollout=rollouts[-1])
 
-    return call_at(on_train_begin=begin, on_step_end=end)
+    return call_at(on_train_begin=hold, on_step_end=end)
 
 
 def turn_by_ppo_step(turns: Turns) -> TrainerCallback:
     """Return a callback that waits for a turn before each PPO step and answers after it."""
     from trl.experimental.ppo import ppo_trainer
 
-    generate, num_tokens = ppo_trainer.batch_generation, []
+    generate, rollouts = ppo_trainer.batch_generation, []
 
     def watched(model: Any, queries: Any, *args: Any, **kwargs: Any) -> Any:
         found = generate(model, queries, *args, **kwargs)
-        is_end = (found[0][:, queries.shape[1] :] == EOS).long()  # (B, R)
-        num_tokens.append(int((is_end.cumsum(1) - is_end == 0).sum()))
+        responses = found[0][:, queries.shape[1] :]
+        is_end = (responses == EOS).long()  # (B, R)
+        is_kept = is_end.cumsum(1) - is_end == 0
+        kept = [row[mask].tolist() for row, mask in zip(responses, is_kept, strict=True)]
+        rollouts.append({"prompts": [row[row != PAD].tolist() for row in queries], "responses": kept})
         return found
 
     ppo_trainer.batch_generation = watched
-    return turn_by_step(turns, num_tokens)
+    return turn_by_step(turns, rollouts)
 
 
 def turn_by_grpo_step(turns: Turns) -> TrainerCallback:
     """Return a callback that waits for a turn before each GRPO step and answers after it."""
     from trl import GRPOTrainer
 
-    generate, num_tokens = GRPOTrainer._generate_single_turn, []
+    generate, rollouts = GRPOTrainer._generate_single_turn, []
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        found = generate(*args, **kwargs)
-        num_tokens.append(sum(map(len, found[0])))
+    def watched(trainer: Any, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        found = generate(trainer, prompt_ids, *args, **kwargs)
+        rollouts.append({"prompts": prompt_ids, "responses": found[0]})
         return found
 
     GRPOTrainer._generate_single_turn = watched
-    return turn_by_step(turns, num_tokens)
+    return turn_by_step(turns, rollouts)
 
 
 def measure_second_step(turns: Turns) -> TrainerCallback:
@@ -194,15 +191,17 @@ def prepare(task: Task, name: str, output_dir: str) -> tuple[list[dict[str, Any]
     options = supervised_options(task, output_dir)
     if not task.length:
         return json.loads(Path(task.rows).read_text()), options, load_model(task, name)
-    of_policy, sizes = name == "policy", (WARM_UP_TOKENS, task.length)
-    build_rows = memory_rows if of_policy else memory_pairs
+    of_policy, sizes = name == "policy", (workload.WARM_UP_TOKENS, task.length)
+    build_rows = workload.memory_rows if of_policy else workload.memory_pairs
     rows = [
         row
         for size in sizes
         for row in build_rows(task.batch_size * task.accumulation, size, task.vocabulary)
     ]
     longest = max(2048, task.length)
-    config = small_llama_config(vocab_size=task.vocabulary, max_position_embeddings=longest, num_labels=1)
+    config = workload.small_llama_config(
+        vocab_size=task.vocabulary, max_position_embeddings=longest, num_labels=1
+    )
     kind = transformers.LlamaForCausalLM if of_policy else transformers.LlamaForSequenceClassification
     return rows, options | {"train_sampling_strategy": "sequential", "num_train_epochs": 1}, kind(config)
 

@@ -6,6 +6,7 @@ Llamas of 4 layers, hidden 128, fp32, on the demo's composed conversations, a wo
                 TRL's are padded, 16 in one. All but SFT start from our SFT model of the same seed
   grpo          TRL 1.16; the same models, prompts, sizes and coefficients. Both score token ids, EOS included
   ppo           TRL 1.12, the same; neither clips gradients: TRL's does not
+Both are done twice: each side samples for itself, and ours learns from TRL's rollouts, step by step.
 The peers' Pythons follow --trl_python, that of TRL 1.16 first. All take 22 minutes of one core.
 """
 
@@ -15,11 +16,13 @@ import math
 import operator
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from benchmarks.bench_ppo_step import our_step
@@ -27,9 +30,11 @@ from benchmarks.bench_train import ROWS_PER_STEP, build_ours
 from benchmarks.measuring import Peer
 from benchmarks.workload import EOS, FIRST_ID, TINY, build_tokenizer, small_llama_config
 from common.data.global_batches import GlobalBatches
+from common.generation.generate import Generation
 from common.programs import startup, training_loop
 from common.ranks import distributed
 from step2_reward.kto_trainer import MismatchedRows
+from step3_ppo.roles import Actor
 from tools.report.run_reader import Curve, read_run
 from training_scripts.demo import composed
 
@@ -38,6 +43,7 @@ SIZE = {"hidden_size": 128, "intermediate_size": 352}
 RATES = {"sft": 2e-3, "reward": 3e-4, "dpo": 1e-4, "kto": 1e-4}
 WEIGHT_DECAY = 0.1
 PAIRED_ALIKE = "kto, KL term as TRL's"  # ours: shows whether anything else differs
+FED = {task: f"{task}, TRL's rollouts" for task in ("grpo", "ppo")}
 # A step has so many prompts, responses to each, and optimizer steps of all.
 SAMPLED = {"grpo": (16, 4, 1), "ppo": (32, 1, 4)}
 NUM_RL_STEPS, RL_RATE, KL_COEF, MAX_PROMPT, MAX_RESPONSE = 40, 1e-4, 0.05, 64, 32
@@ -51,7 +57,10 @@ METRICS = {  # TRL's names
     "kto": {"loss": "loss", "kl": "kl"},
     "grpo": {"score": "reward"},
     "ppo": {"score": "objective/scores"},
+    FED["grpo"]: {"kl": "kl"},
+    FED["ppo"]: {"kl": "objective/kl"},
 }
+KL_OF_OURS = {"grpo": "policy/kl_loss", "ppo": "objective/kl"}  # where TRL's name is `kl` above
 Metrics = dict[str, list[float]]  # by step
 
 
@@ -100,24 +109,23 @@ class Seed:
         found |= {task: self.train(task) for task in ("dpo", "kto")}
         found[PAIRED_ALIKE] = found["kto"] | {"ours": self.train_ours("kto", pair_as_trl(self.rows["kto"]))}
         found["reward"] = self.train("reward", "reward", "value")
-        return found | {task: self.sample(task) for task in SAMPLED}
+        for task in SAMPLED:
+            found |= self.sample(task)
+        return found
 
     def train(self, task: str, *kept: str) -> dict[str, Metrics]:
         """Return the metrics of both sides; our model is kept under these names."""
         options = {"learning_rate": RATES[task], "weight_decay": WEIGHT_DECAY, "num_train_epochs": 1}
-        trl = self.run_trl(task, self.rows[task], options | {"train_sampling_strategy": "sequential"})
-        return trl | {"ours": self.train_ours(task, self.rows[task], *kept)}
+        history, _ = self.run_trl(task, self.rows[task], options | {"train_sampling_strategy": "sequential"})
+        return trl_metrics(task, history) | {"ours": self.train_ours(task, self.rows[task], *kept)}
 
     def train_ours(self, task: str, rows: list[dict[str, Any]], *kept: str) -> Metrics:
         """Return our metrics; the rows are trained on from first to last."""
-        batches = GlobalBatches(range(len(rows)), list, rows_per_micro_batch=ROWS_PER_STEP, seed=1)
-        drawn = [row for _ in range(len(batches)) for row in next(batches)[0]]  # the order of `build_ours`
-        shuffled = [rows[place] for place in sorted(range(len(rows)), key=drawn.__getitem__)]
         model = self.folder / ("reward" if task == "reward" else "policy")
-        with tempfile.TemporaryDirectory() as output_dir:
+        with tempfile.TemporaryDirectory() as output_dir, as_they_stand():
             trainer, batches = build_ours(
                 task,
-                shuffled,
+                rows,
                 str(model),
                 is_packed=True,
                 num_tokens=self.num_tokens,
@@ -132,14 +140,35 @@ class Seed:
             training_loop.saved_model(trainer.engine.module).save_pretrained(self.folder / name)
         return {name: curves[f"{task}/{name}"].values for name in METRICS[task]}
 
-    def sample(self, task: str) -> dict[str, Metrics]:
-        """Return the scores of both sides."""
-        found = dict.fromkeys(
-            tuple(row["answer_ids"][: row["answer_response_start"]]) for row in self.rows["kto"]
-        )
-        prompts = [{"row_id": str(i), "input_ids": list(ids)} for i, ids in enumerate(found)]
-        num_prompts, num_samples, num_epochs = SAMPLED[task]
+    def sample(self, task: str) -> dict[str, dict[str, Metrics]]:
+        """Return the scores of both sides, and what ours makes of TRL's rollouts."""
+        ends = (row["answer_ids"][: row["answer_response_start"]] for row in self.rows["kto"])
+        prompts = number_rows(dict.fromkeys(map(tuple, ends)))
+        num_prompts, num_samples, _ = SAMPLED[task]
         num_responses = num_prompts * num_samples
+        options = {"learning_rate": RL_RATE, "seed": self.seed}
+        if task == "ppo":
+            sizes = {"batch_size": num_responses}
+            options["total_episodes"] = num_responses * self.num_rl_steps
+        else:
+            sizes = {"batch_size": MICRO_BATCH, "accumulation": num_responses // MICRO_BATCH}
+            options["max_steps"] = self.num_rl_steps
+            sizes |= {"num_samples": num_samples, "scores_tokens": True}
+        history, rollouts = self.run_trl(task, prompts, options, max_new_tokens=MAX_RESPONSE, **sizes)
+        metrics = [metrics["objective/score"] for metrics in self.steps(task, prompts)]
+        found = {task: trl_metrics(task, history) | {"ours": {"score": metrics}}}
+        if rollouts:
+            shown = number_rows(ids for of in rollouts for ids in of["prompts"][::num_samples])
+            turns = iter(rollouts)
+            with as_they_stand(), mock.patch.object(Actor, "generate", lambda *_, **__: lay_out(next(turns))):
+                steps = self.steps(task, shown, old_logprobs="recompute")
+                ours = {"kl": [metrics[KL_OF_OURS[task]] for metrics in steps]}
+            found[FED[task]] = trl_metrics(FED[task], history) | {"ours": ours}
+        return found
+
+    def steps(self, task: str, prompts: list[dict[str, Any]], **more: Any) -> Iterator[dict[str, float]]:
+        """Yield the metrics of our steps on these prompts."""
+        num_prompts, num_samples, num_epochs = SAMPLED[task]
         step = our_step(
             prompts,
             str(self.folder / "reward"),
@@ -147,7 +176,7 @@ class Seed:
             num_prompts=num_prompts,
             num_samples_per_prompt=num_samples,
             ppo_epochs=num_epochs,
-            per_device_training_batch_size=num_responses,
+            per_device_training_batch_size=num_prompts * num_samples,
             actor_model_name_or_path=str(self.folder / "policy"),
             critic_model_name_or_path=str(self.folder / "value"),
             actor_learning_rate=RL_RATE,
@@ -160,34 +189,49 @@ class Seed:
             packed=True,
             dtype="fp32",
             seed=self.seed,
+            **more,
         )
-        ours = [step()["objective/score"] for _ in range(self.num_rl_steps)]
-        options = {"learning_rate": RL_RATE, "seed": self.seed}
-        if task == "ppo":
-            sizes = {"batch_size": num_responses}
-            options["total_episodes"] = num_responses * self.num_rl_steps
-        else:
-            sizes = {"batch_size": MICRO_BATCH, "accumulation": num_responses // MICRO_BATCH}
-            options["max_steps"] = self.num_rl_steps
-            sizes |= {"num_samples": num_samples, "scores_tokens": True}
-        trl = self.run_trl(task, prompts, options, max_new_tokens=MAX_RESPONSE, **sizes)
-        return trl | {"ours": {"score": ours}}
+        return (step() for _ in range(self.num_rl_steps))
 
     def run_trl(
         self, task: str, rows: list[dict[str, Any]], options: dict[str, Any], **more: Any
-    ) -> dict[str, Metrics]:
-        """Return TRL's metrics as `trl`, nothing where its Python is not given."""
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return what TRL has logged, and its rollouts; nothing where its Python is not given."""
         pythons = self.pythons[1:] if task == "ppo" else self.pythons
         if not pythons:
-            return {}
+            return [], []
         rows_file = self.folder / "rows.json"
         rows_file.write_text(json.dumps(rows))
         options = options | {"logging_strategy": "steps", "logging_steps": 1}
         where = {"rows": str(rows_file), "models": str(self.folder)}
         with Peer(pythons[0], task=task, options=options, **where, **more) as peer:
-            history = peer.finish()
-        names = METRICS[task].items()
-        return {"trl": {name: [row[its] for row in history if its in row] for name, its in names}}
+            return peer.finish()
+
+
+def trl_metrics(task: str, history: list[dict[str, Any]]) -> dict[str, Metrics]:
+    """Return the task's metrics of what TRL has logged as `trl`; nothing where it was not run."""
+    names = METRICS[task].items()
+    found = {name: [row[its] for row in history if its in row] for name, its in names}
+    return {"trl": found} if history else {}
+
+
+def as_they_stand() -> Any:
+    """Return the block in which batches have the rows from first to last."""
+    return mock.patch.object(GlobalBatches, "_order_of", lambda self, _: list(range(len(self.dataset))))
+
+
+def number_rows(prompts: Iterable[Sequence[int]]) -> list[dict[str, Any]]:
+    """Return prompts as rows."""
+    return [{"row_id": str(row_id), "input_ids": list(ids)} for row_id, ids in enumerate(prompts)]
+
+
+def lay_out(rollout: dict[str, list[list[int]]]) -> Generation:
+    """Return the responses as if ours had been sampled, without log-probabilities."""
+    responses = [torch.tensor(ids) for ids in rollout["responses"]]
+    ids = pad_sequence(responses, batch_first=True)
+    mask = pad_sequence([torch.ones(len(of), dtype=torch.bool) for of in responses], batch_first=True)
+    is_finished = torch.tensor([of[-1] == EOS for of in rollout["responses"]])
+    return Generation(ids, mask, torch.zeros(ids.shape), torch.zeros(ids.shape), is_finished, mask)
 
 
 def build_rows(seed: int, num_rows: int) -> tuple[dict[str, list[dict[str, Any]]], int]:
@@ -237,7 +281,8 @@ def compare(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     one, and the largest; or the scores of the first and of the last steps. Means of the seeds.
     """
     sides = [side for side in ("ours", "trl") if side in runs[0]]
-    if "score" in runs[0]["ours"]:
+    name = next(iter(runs[0]["ours"]))
+    if name == "score":
         ends = {"first": slice(LAST), "last": slice(-LAST, None)}
         return {
             side: {
@@ -245,7 +290,7 @@ def compare(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
             }
             for side in sides
         }
-    found = {side: statistics.fmean(run[side]["loss"][-1] for run in runs) for side in sides}
+    found = {side: statistics.fmean(run[side][name][-1] for run in runs) for side in sides}
     if len(sides) == 2:
         differences = largest_differences(runs)
         found |= {"first": differences[0], "last": differences[-1], "largest": max(differences)}
@@ -253,8 +298,11 @@ def compare(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def largest_differences(runs: Sequence[dict[str, Any]]) -> list[float]:
-    """Return at each step the largest difference of the sides' losses among the runs."""
-    of_runs = [map(operator.sub, run["ours"]["loss"], run["trl"]["loss"]) for run in runs]
+    """Return at each step the largest difference of the sides' losses, or of what stands in their place,
+    among the runs.
+    """
+    name = next(iter(runs[0]["ours"]))
+    of_runs = [map(operator.sub, run["ours"][name], run["trl"][name]) for run in runs]
     return [max(map(abs, of_step)) for of_step in zip(*of_runs, strict=True)]
 
 
