@@ -23,7 +23,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
 from benchmarks.measuring import describe_machine
 from tools.report.charts import render_picture
 
-NAMES = ("mismatch", "stability", "rewards", "scale", "peers")
+NAMES = ("mismatch", "stability", "rewards", "verifiable", "peers", "scale")
 
 
 def main() -> None:

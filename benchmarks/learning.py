@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +70,15 @@ class Task:
         run_alone(["bash", SCRIPT, *words.split()], knobs | dict(environment or {}))
 
     def _run(self, case: Case, seed: int) -> dict[str, Any]:
-        """Return a run's evaluations by step, with the run's clock at the end of each."""
+        """Return a run's evaluations by step, with the seconds that its steps took up to each."""
         folder = self.folder / f"{case.name}-{seed}".replace(":", "_").replace(" ", "_")
         if not (folder / FINISHED_FILE).is_file():
             self.call(f"{case.words} {self.flags} --seed {seed}", folder, case.environment)
         run = read_run(folder)
         score, kl = (thin(run.curves[name], self.every) for name in (self.score, self.kl))
-        clock = {row["step"]: row["seconds"] for row in run.rows if "seconds" in row}
-        seconds = [round(clock.get(step, 0.0)) for step in score.steps]
+        took = run.curves["perf/step_seconds"]
+        clock = dict(zip(took.steps, accumulate(took.values), strict=True))
+        seconds = [round(clock.get(step, 0.0), 1) for step in score.steps]
         shown = ", ".join(f"{value:.3f}" for value in score.values)
         print(f"{case.name}, seed {seed}: {shown}; {seconds[-1]} seconds", flush=True)
         gap = statistics.fmean(run.curves["policy/logprob_gap"].values)  # |sampler - trainer|, nats a token
