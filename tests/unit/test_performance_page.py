@@ -134,6 +134,11 @@ def test_a_section_names_its_command_its_file_and_its_figure(name):
     assert f"`{found['command']}`, **planned**" not in RESULTS
 
 
+def told_scores(scores: list[float], decimals: int = 2) -> str:
+    """The mean of the seeds, the lowest and the highest, as the pages write them."""
+    return f"{statistics.fmean(scores):.{decimals}f} ({min(scores):.2f} to {max(scores):.2f})"
+
+
 @pytest.mark.parametrize("section", ["stability", "mismatch"])
 def test_what_each_case_ends_with_is_told(section):
     found = EVIDENCE[section]
@@ -145,6 +150,26 @@ def test_what_each_case_ends_with_is_told(section):
         cells += [f"{case['lowest']:.2f} to {case['highest']:.2f}", f"{case['deviation']:.3f}"]
         cells += [str(case["collapsed"]), f"{mean} ({low} to {high})", f"{case['kl']:.2f}"]
         assert f"| {' | '.join(cells)} |" in SECTIONS[section]
+
+
+@pytest.mark.parametrize("case", EVIDENCE["rewards"]["last"]["accuracy"])
+def test_what_a_reward_model_learns_of_pairs_is_told(case):
+    runs = [run for run in EVIDENCE["rewards"]["runs"] if run["name"] == case]
+    for place, pairs in enumerate(runs[0]["pairs"]):
+        cells = [case, f"{pairs:,}", told_scores([run["accuracy"][place] for run in runs], 3)]
+        for name in ("loss", "calibration_error", "prefers_longer", "length_correlation"):
+            cells.append(f"{statistics.fmean(run[name][place] for run in runs):.2f}")
+        assert f"| {' | '.join(cells)} |" in SECTIONS["rewards"]
+
+
+@pytest.mark.parametrize("name", EVIDENCE["verifiable"]["cases"])
+def test_what_is_learned_over_samples_and_seconds_is_told(name):
+    found = EVIDENCE["verifiable"]["cases"][name]
+    cells = [f"{score:.2f}" for score in found["scores"]]
+    cells += [f"{found['lowest']:.2f} to {found['highest']:.2f}"]
+    cells += [f"{seconds:.0f}" for seconds in found["seconds"][1:]]
+    assert f"| `{name}` | {' | '.join(cells)} |" in SECTIONS["verifiable"]
+    assert found["samples"] == [0, 1280, 2560, 3840, 5120]
 
 
 # ---- scale, planned -------------------------------------------------------------------------------------
@@ -221,11 +246,6 @@ PEERS, PEERS_SECTION = EVIDENCE["peers"], SECTIONS["peers"]
 TRAIN, MEMORY = BASELINES["train.cpu.json"]["ratios"], BASELINES["memory.cpu.json"]
 SPEED = TRAIN | {name: BASELINES[f"{name}_step.cpu.json"]["ratio"] for name in ("ppo", "grpo")}
 PEAK = {"sft": MEMORY["ratio"], "reward": MEMORY["reward_ratio"]}
-
-
-def told_scores(scores: list[float]) -> str:
-    """The mean of the seeds, the lowest and the highest, as the page writes them."""
-    return f"{statistics.fmean(scores):.2f} ({min(scores):.2f} to {max(scores):.2f})"
 
 
 @pytest.mark.parametrize("task", PEERS["tasks"])
