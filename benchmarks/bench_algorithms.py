@@ -54,6 +54,7 @@ PANELS = {
         "sampled": "distill --distill_loss sampled",
     },
 }
+FLAGS, QUICK_FLAGS = "--max_train_steps 20 --eval_interval 5", "--max_train_steps 2 --eval_fraction 0.2"
 CASES = {name: words for panel in PANELS.values() for name, words in panel.items()}
 QUICK = ("ppo", "gspo", "tis")
 
@@ -61,10 +62,10 @@ QUICK = ("ppo", "gspo", "tis")
 def main() -> None:
     """Train the models, print a table, draw the curves."""
     args = read_args(__doc__, 3, has_figure=True)
-    task = Task("gsm", ROOT / "output/verifiable/gsm", "--max_train_steps 20 --eval_interval 5")
+    task = Task("gsm", ROOT / "output/verifiable/gsm", FLAGS)
     names = QUICK if args.quick else list(CASES)
-    quick = "--max_train_steps 2 --eval_fraction 0.2" if args.quick else ""
-    runs = task.run_all([Case(name, CASES[name], args.runs) for name in names], quick=quick)
+    cases = [Case(name, CASES[name], args.runs) for name in names]
+    runs = task.run_all(cases, quick=QUICK_FLAGS if args.quick else "")
     curves = {name: mean_curve(of) for name, of in runs.items()}
     print(f"\n{'held-out score':<24}{'before':>8}{'after':>8}  {'lowest, highest':<18}{'seconds':>8}")
     for name, of in runs.items():

@@ -107,7 +107,8 @@ class Peer:
         """Let it train to its end; return what its trainer has logged, and its rollouts."""
         rollouts: list[dict[str, Any]] = []
         while "history" not in (answer := self.go()):
-            rollouts += [answer["rollout"]] if "rollout" in answer else []
+            if "rollout" in answer:
+                rollouts.append(answer["rollout"])
         return answer["history"], rollouts
 
     def _read(self) -> dict[str, Any]:

@@ -22,14 +22,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from benchmarks.bench_ppo_step import our_step
 from benchmarks.bench_train import ROWS_PER_STEP, build_ours
 from benchmarks.measuring import Peer
-from benchmarks.workload import EOS, FIRST_ID, TINY, build_tokenizer, small_llama_config
+from benchmarks.workload import EOS, FIRST_ID, PAD, TINY, build_tokenizer, small_llama_config
 from common.data.global_batches import GlobalBatches
+from common.data.packed_batch import pad_rows
 from common.generation.generate import Generation
 from common.programs import startup, training_loop
 from common.ranks import distributed
@@ -142,8 +142,8 @@ class Seed:
 
     def sample(self, task: str) -> dict[str, dict[str, Metrics]]:
         """Return the scores of both sides, and what ours makes of TRL's rollouts."""
-        ends = (row["answer_ids"][: row["answer_response_start"]] for row in self.rows["kto"])
-        prompts = number_rows(dict.fromkeys(map(tuple, ends)))
+        of_rows = (tuple(row["answer_ids"][: row["answer_response_start"]]) for row in self.rows["kto"])
+        prompts = number_rows(dict.fromkeys(of_rows))
         num_prompts, num_samples, _ = SAMPLED[task]
         num_responses = num_prompts * num_samples
         options = {"learning_rate": RL_RATE, "seed": self.seed}
@@ -155,8 +155,8 @@ class Seed:
             options["max_steps"] = self.num_rl_steps
             sizes |= {"num_samples": num_samples, "scores_tokens": True}
         history, rollouts = self.run_trl(task, prompts, options, max_new_tokens=MAX_RESPONSE, **sizes)
-        metrics = [metrics["objective/score"] for metrics in self.steps(task, prompts)]
-        found = {task: trl_metrics(task, history) | {"ours": {"score": metrics}}}
+        scores = [metrics["objective/score"] for metrics in self.steps(task, prompts)]
+        found = {task: trl_metrics(task, history) | {"ours": {"score": scores}}}
         if rollouts:
             shown = number_rows(ids for of in rollouts for ids in of["prompts"][::num_samples])
             turns = iter(rollouts)
@@ -227,9 +227,7 @@ def number_rows(prompts: Iterable[Sequence[int]]) -> list[dict[str, Any]]:
 
 def lay_out(rollout: dict[str, list[list[int]]]) -> Generation:
     """Return the responses as if ours had been sampled, without log-probabilities."""
-    responses = [torch.tensor(ids) for ids in rollout["responses"]]
-    ids = pad_sequence(responses, batch_first=True)
-    mask = pad_sequence([torch.ones(len(of), dtype=torch.bool) for of in responses], batch_first=True)
+    ids, mask = pad_rows(rollout["responses"], PAD)
     is_finished = torch.tensor([of[-1] == EOS for of in rollout["responses"]])
     return Generation(ids, mask, torch.zeros(ids.shape), torch.zeros(ids.shape), is_finished, mask)
 
@@ -276,12 +274,17 @@ def pair_as_trl(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def compared_metric(runs: Sequence[dict[str, Any]]) -> str:
+    """Return the name of what a task's sides are compared by: its first metric."""
+    return next(iter(runs[0]["ours"]))
+
+
 def compare(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return of a task's runs the last losses, and the differences of the sides at the first step, the last
     one, and the largest; or the scores of the first and of the last steps. Means of the seeds.
     """
     sides = [side for side in ("ours", "trl") if side in runs[0]]
-    name = next(iter(runs[0]["ours"]))
+    name = compared_metric(runs)
     if name == "score":
         ends = {"first": slice(LAST), "last": slice(-LAST, None)}
         return {
@@ -298,10 +301,8 @@ def compare(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def largest_differences(runs: Sequence[dict[str, Any]]) -> list[float]:
-    """Return at each step the largest difference of the sides' losses, or of what stands in their place,
-    among the runs.
-    """
-    name = next(iter(runs[0]["ours"]))
+    """Return at each step the largest difference of the sides' `compared_metric` among the runs."""
+    name = compared_metric(runs)
     of_runs = [map(operator.sub, run["ours"][name], run["trl"][name]) for run in runs]
     return [max(map(abs, of_step)) for of_step in zip(*of_runs, strict=True)]
 

@@ -1,6 +1,6 @@
 """What five algorithms learn of word problems whose answers are checked, over samples and over seconds.
 
-Each run is training_scripts/verifiable/run.sh with LEVEL=gsm: 20 steps of 32 problems with 8 answers each,
+Each run is one of bench_algorithms.py's, made again for its clock: 20 steps of 32 problems, 8 answers each,
 all from one SFT model, seen by 256 held-out problems every 5 steps. Seconds are those of the steps on a core,
 while the other has another run. `distill` learns from what 20 steps of GRPO with another seed made, whose
 samples and seconds are not counted. 25 minutes on two quiet cores. It needs
@@ -10,6 +10,7 @@ samples and seconds are not counted. 25 minutes on two quiet cores. It needs
 import argparse
 from typing import Any
 
+from benchmarks.bench_algorithms import FLAGS, QUICK_FLAGS
 from benchmarks.learning import ROOT, Case, Task, mean_curve
 from tools.report.run_reader import Curve
 
@@ -22,9 +23,9 @@ WHAT = "held-out problems right"
 
 def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, dict[str, Curve]]]:
     """Return each algorithm's curves, means of its seeds: samples, seconds, the share that is right."""
-    task = Task("gsm", ROOT / "output/evidence/verifiable", "--max_train_steps 20 --eval_interval 5")
-    quick = "--max_train_steps 2 --eval_fraction 0.2" if args.quick else ""
-    runs = task.run_all([Case(name, name, SEEDS) for name in NAMES], quick=quick)
+    task = Task("gsm", ROOT / "output/evidence/verifiable", FLAGS)
+    cases = [Case(name, name, SEEDS) for name in NAMES]
+    runs = task.run_all(cases, quick=QUICK_FLAGS if args.quick else "")
     found = {}
     for name, of in runs.items():
         scores = mean_curve(of)
