@@ -20,9 +20,9 @@ its `ratio` is our best over transformers' best on the chat lengths.
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +116,12 @@ def run_transformers(model: Any, work: Workload, batch_size: int, **options: Any
         )
 
 
-@contextmanager
-def continuous_batching(model: Any, work: Workload, num_slots: int) -> Iterator[Callable[[], None]]:
-    """Yield transformers' continuous batching of all responses, at most `num_slots` at a time; it waits for
-    work until the end, for each of its starts takes half a second.
+def time_continuous_batching(model: Any, work: Workload, num_slots: int) -> float:
+    """Return the seconds of transformers' continuous batching of all responses, `num_slots` at a time.
 
-    Its cache has room for so many of the longest: left to itself, it would take most of the memory.
+    Its thread is started before the clock, with the first response, and ended behind it: asleep, it makes
+    whatever else the process does a third slower. Its cache has room for so many of the longest: left to
+    itself, it would take most of the memory.
     """
     model = copy.deepcopy(model)  # its attention is exchanged while it generates
     rows = zip(work.prompt_ids, work.prompt_mask.bool(), work.lengths.tolist(), strict=True)
@@ -137,14 +137,15 @@ def continuous_batching(model: Any, work: Workload, num_slots: int) -> Iterator[
 
     with model.continuous_batching_context_manager(options, continuous_batching_config=config) as manager:
 
-        def run() -> None:
+        def run(requests: list[tuple[list[int], int]]) -> None:
             for ids, length in requests:
                 manager.add_request(ids, max_new_tokens=length)
             found = [len(manager.get_result().generated_tokens) for _ in requests]
             if sorted(found) != sorted(length for _, length in requests):
                 raise AssertionError("responses of other lengths than were asked for")
 
-        yield run
+        run(requests[:1])
+        return timed(lambda: run(requests))
 
 
 def run_ours(generator: Generator, work: Workload) -> None:
@@ -172,28 +173,26 @@ def deepspeed_rollout(model: Any, work: Workload) -> Callable[[], None]:
     return lambda: rollout.generate(request, sampling)
 
 
-def measure(ways: dict[str, Callable[[], None]], work: Workload, num_runs: int) -> Rates:
-    """Return the response tokens a second of each way."""
+def measure(ways: dict[str, Callable[[], float]], work: Workload, num_runs: int) -> Rates:
+    """Return the response tokens a second of each way, a function that returns seconds."""
     num_tokens = int(work.lengths.sum())
-    rates = {name: lambda run=run: num_tokens / timed(run) for name, run in ways.items()}
+    rates = {name: lambda run=run: num_tokens / run() for name, run in ways.items()}
     return take_turns(rates, num_runs)
 
 
 def compare(model: Any, work: Workload, num_runs: int, title: str, *, with_deepspeed: bool) -> dict[str, Any]:
     """Return the rates of one process on a workload, and the ratio."""
-    ways: dict[str, Callable[[], None]] = {}
+    ways: dict[str, Callable[[], float]] = {}
     for size in (size for size in BATCH_SIZES if size <= len(work.lengths)):
-        ways[f"generate, batch {size}"] = lambda size=size: run_transformers(model, work, size)
+        ways[f"generate, batch {size}"] = partial(timed, partial(run_transformers, model, work, size))
     if with_deepspeed:
-        ways["DeepSpeed HybridEngineRollout"] = deepspeed_rollout(model, work)
+        ways["DeepSpeed HybridEngineRollout"] = partial(timed, deepspeed_rollout(model, work))
     lent = share_weights(model)
-    with ExitStack() as stack:
-        for slots in SLOTS:
-            run = stack.enter_context(continuous_batching(model, work, slots))
-            ways[f"generate_batch, {slots} slots"] = run
-            generator = Generator(lent, num_slots=slots)
-            ways[f"ours, {slots} slots"] = lambda generator=generator: run_ours(generator, work)
-        rates = measure(ways, work, num_runs)
+    for slots in SLOTS:
+        ways[f"generate_batch, {slots} slots"] = partial(time_continuous_batching, model, work, slots)
+        generator = Generator(lent, num_slots=slots)
+        ways[f"ours, {slots} slots"] = partial(timed, partial(run_ours, generator, work))
+    rates = measure(ways, work, num_runs)
     found = {"rates": rates, "ratio": print_rates(title, rates, "generate")}
     shares, lengths = PeakShares(), (work.prompt_mask.sum(1).cpu(), work.lengths.cpu())
     flops = ModelFlops(model, model.lm_head).of_generation(*lengths, num_samples=1) / int(lengths[1].sum())
@@ -205,7 +204,7 @@ def compare(model: Any, work: Workload, num_runs: int, title: str, *, with_deeps
 def run_single(model: Any, work: Workload, num_runs: int, *, is_quick: bool) -> dict[str, Any]:
     """Return our rate with the first prompt alone, and what share of copy bandwidth it reads weights with."""
     generator, one = Generator(share_weights(model), num_slots=1), work.part(slice(0, 1))
-    rates = measure({"ours, one prompt": lambda: run_ours(generator, one)}, one, num_runs)
+    rates = measure({"ours, one prompt": partial(timed, partial(run_ours, generator, one))}, one, num_runs)
     bandwidth = copy_bandwidth(COPIED_BYTES[is_quick], distributed.device())
     num_bytes = sum(weight.nbytes for weight in model.parameters())  # the embeddings are the output head
     share = round(num_bytes * best(rates, "ours") / bandwidth, 4)
@@ -238,9 +237,10 @@ def run_zero3_rank(engine: Any, num_runs: int, is_quick: bool) -> Rates:
     ways = {
         "generate, sharded weights": on_sharded_weights,
         "generate, gathered weights": on_gathered_weights,
+        "ours": ours,
     }
     with torch.no_grad():
-        return measure(ways | {"ours": ours}, whole, num_runs)
+        return measure({name: partial(timed, run) for name, run in ways.items()}, whole, num_runs)
 
 
 def run_zero3(model: Any, num_runs: int, *, is_quick: bool) -> dict[str, Any]:

@@ -48,6 +48,7 @@ def start_ranks(work: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
 
 def _be_rank(work: Callable[..., Any], *args: Any) -> Any:
     startup.quiet_libraries()
+    torch.set_num_threads(1)  # forked: the parent's other threads are not there, and would be waited for
     distributed.start()
     found = work(*args)
     distributed.stop()
