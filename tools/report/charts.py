@@ -18,7 +18,7 @@ from tools.report.run_reader import Curve
 
 PAGE = Path(__file__).with_name("report.html")  # its style sheet has the colors
 WIDTH, HEIGHT = 360, 190  # of a panel, in points: SVG's unit
-COLORS = ("#2463c5", "#d2600f", "#11835a", "#8e44ad", "#b58612", "#c0304d")  # of runs
+COLORS = ("#2463c5", "#d2600f", "#11835a", "#8e44ad", "#b58612", "#c0304d", "#343a40")  # of runs
 QUIET, GRID, CARD = "#68707a", "#eceef0", "#fffffe"
 # The page's style sheet gives these variables a value for light and one for dark.
 VARIABLES = {color: f"var(--c{i})" for i, color in enumerate(COLORS)}
