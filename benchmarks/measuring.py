@@ -36,10 +36,9 @@ def read_args(
     *,
     peer_environment: str = "",
     algorithms: Mapping[str, str] | None = None,
-    has_figure: bool = False,
 ) -> argparse.Namespace:
     """Return the flags of a benchmark: `quick`, `runs`, `trl_python`, and `algorithm` where `algorithms` have
-    the `peer_environment` of each; the first is the default. `figure` where it draws one.
+    the `peer_environment` of each; the first is the default.
 
     `num_runs` is what the baseline has, 0 where rounds are not counted. A peer's interpreter is asked for
     where an environment of make_peer_env.sh is named; --quick does without. What is none ends the program.
@@ -53,8 +52,6 @@ def read_args(
         parser.add_argument("--trl_python", default="", help="interpreter of that environment")
     if algorithms:
         parser.add_argument("--algorithm", choices=list(algorithms), default=next(iter(algorithms)))
-    if has_figure:
-        parser.add_argument("--figure", default="", help="draw the curves into this .svg")
     args = parser.parse_args()
     if algorithms:
         peer_environment = algorithms[args.algorithm]

@@ -4,7 +4,8 @@ Llamas of 4 layers, hidden 128, fp32, on the demo's composed conversations, a wo
   sft, reward,  TRL 1.16; the same model, token ids, order of rows, AdamW with weight decay, constant rate,
   dpo, kto      clipping; 16 rows an optimizer step. Our rows stand end to end, in passes of 2,048 tokens,
                 TRL's are padded, 16 in one. All but SFT start from our SFT model of the same seed
-  grpo          TRL 1.16; the same models, prompts, sizes and coefficients. Both score token ids, EOS included
+  grpo          TRL 1.16; the same models, prompts, sizes and coefficients. Both score token ids, EOS
+                included. TRL's KL term is not multiplied by the ratio: its gradient would be that of k2
   ppo           TRL 1.12, the same; neither clips gradients: TRL's does not
 Both are done twice: each side samples for itself, and ours learns from TRL's rollouts, step by step.
 The peers' Pythons follow --trl_python, that of TRL 1.16 first. All take 22 minutes of one core.
@@ -47,7 +48,6 @@ FED = {task: f"{task}, TRL's rollouts" for task in ("grpo", "ppo")}
 # A step has so many prompts, responses to each, and optimizer steps of all.
 SAMPLED = {"grpo": (16, 4, 1), "ppo": (32, 1, 4)}
 NUM_RL_STEPS, RL_RATE, KL_COEF, MAX_PROMPT, MAX_RESPONSE = 40, 1e-4, 0.05, 64, 32
-MICRO_BATCH = 16  # of TRL's GRPO: responses
 ROUNDING = 1e-8  # smaller differences are drawn as that
 LAST = 10  # a score is the mean of so many steps
 METRICS = {  # TRL's names
@@ -147,14 +147,13 @@ class Seed:
         num_prompts, num_samples, _ = SAMPLED[task]
         num_responses = num_prompts * num_samples
         options = {"learning_rate": RL_RATE, "seed": self.seed}
+        sizes: dict[str, Any] = {"batch_size": num_responses, "max_new_tokens": MAX_RESPONSE}
         if task == "ppo":
-            sizes = {"batch_size": num_responses}
             options["total_episodes"] = num_responses * self.num_rl_steps
         else:
-            sizes = {"batch_size": MICRO_BATCH, "accumulation": num_responses // MICRO_BATCH}
-            options["max_steps"] = self.num_rl_steps
+            options |= {"max_steps": self.num_rl_steps, "use_bias_correction_kl": False}
             sizes |= {"num_samples": num_samples, "scores_tokens": True}
-        history, rollouts = self.run_trl(task, prompts, options, max_new_tokens=MAX_RESPONSE, **sizes)
+        history, rollouts = self.run_trl(task, prompts, options, **sizes)
         scores = [metrics["objective/score"] for metrics in self.steps(task, prompts)]
         found = {task: trl_metrics(task, history) | {"ours": {"score": scores}}}
         if rollouts:
