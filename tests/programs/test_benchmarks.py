@@ -52,6 +52,19 @@ def test_evidence_is_made_again(name):
         assert len(set(moved)) == len(moved) == 1 + len(FAULTS)
 
 
+def test_ranks_do_not_wait_for_threads_that_their_parent_had():
+    """Forked behind threaded work, they once did for ever; one is enough to see it."""
+    code = """
+import torch
+from benchmarks.several_ranks import start_ranks
+add_up = lambda: float(torch.ones(2**22).mul(2).sum())  # more than one thread computes by itself
+torch.set_num_threads(2)
+print(add_up(), start_ranks(add_up, 1))
+"""
+    done = run(["env", "CUDA_VISIBLE_DEVICES=", sys.executable, "-c", code], seconds=60)
+    assert done.stdout.splitlines()[-1] == f"{2.0**23} {2.0**23}"
+
+
 def test_a_case_is_summed_up_beside_the_runs_without_its_mistake():
     """A seed falls from .3 to .2 where it would rise to .9, the next ends alike, no third was run."""
     good, bad = (
