@@ -7,7 +7,8 @@ Llamas of 4 layers, hidden 128, fp32, on the demo's composed conversations, a wo
   grpo          TRL 1.16; the same models, prompts, sizes and coefficients. Both score token ids, EOS
                 included. TRL's KL term is not multiplied by the ratio: its gradient would be that of k2
   ppo           TRL 1.12, the same; neither clips gradients: TRL's does not
-Both are done twice: each side samples for itself, and ours learns from TRL's rollouts, step by step.
+Both are done twice on the same prompts, step by step: each side samples for itself, and ours learns from
+TRL's rollouts.
 The peers' Pythons follow --trl_python, that of TRL 1.16 first. All take 22 minutes of one core.
 """
 
@@ -154,13 +155,15 @@ class Seed:
             options |= {"max_steps": self.num_rl_steps, "use_bias_correction_kl": False}
             sizes |= {"num_samples": num_samples, "scores_tokens": True}
         history, rollouts = self.run_trl(task, prompts, options, **sizes)
-        scores = [metrics["objective/score"] for metrics in self.steps(task, prompts)]
+        if rollouts:
+            prompts = number_rows(ids for of in rollouts for ids in of["prompts"][::num_samples])
+        with as_they_stand():
+            scores = [metrics["objective/score"] for metrics in self.steps(task, prompts)]
         found = {task: trl_metrics(task, history) | {"ours": {"score": scores}}}
         if rollouts:
-            shown = number_rows(ids for of in rollouts for ids in of["prompts"][::num_samples])
             turns = iter(rollouts)
             with as_they_stand(), mock.patch.object(Actor, "generate", lambda *_, **__: lay_out(next(turns))):
-                steps = self.steps(task, shown, old_logprobs="recompute")
+                steps = self.steps(task, prompts, old_logprobs="recompute")
                 ours = {"kl": [metrics[KL_OF_OURS[task]] for metrics in steps]}
             found[FED[task]] = trl_metrics(FED[task], history) | {"ours": ours}
         return found
