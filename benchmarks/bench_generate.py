@@ -145,7 +145,7 @@ def time_continuous_batching(model: Any, work: Workload, num_slots: int) -> floa
                 raise AssertionError("responses of other lengths than were asked for")
 
         run(requests[:1])
-        return timed(lambda: run(requests))
+        return timed(run, requests)
 
 
 def run_ours(generator: Generator, work: Workload) -> None:
@@ -184,14 +184,14 @@ def compare(model: Any, work: Workload, num_runs: int, title: str, *, with_deeps
     """Return the rates of one process on a workload, and the ratio."""
     ways: dict[str, Callable[[], float]] = {}
     for size in (size for size in BATCH_SIZES if size <= len(work.lengths)):
-        ways[f"generate, batch {size}"] = partial(timed, partial(run_transformers, model, work, size))
+        ways[f"generate, batch {size}"] = partial(timed, run_transformers, model, work, size)
     if with_deepspeed:
         ways["DeepSpeed HybridEngineRollout"] = partial(timed, deepspeed_rollout(model, work))
     lent = share_weights(model)
     for slots in SLOTS:
         ways[f"generate_batch, {slots} slots"] = partial(time_continuous_batching, model, work, slots)
         generator = Generator(lent, num_slots=slots)
-        ways[f"ours, {slots} slots"] = partial(timed, partial(run_ours, generator, work))
+        ways[f"ours, {slots} slots"] = partial(timed, run_ours, generator, work)
     rates = measure(ways, work, num_runs)
     found = {"rates": rates, "ratio": print_rates(title, rates, "generate")}
     shares, lengths = PeakShares(), (work.prompt_mask.sum(1).cpu(), work.lengths.cpu())
@@ -204,7 +204,7 @@ def compare(model: Any, work: Workload, num_runs: int, title: str, *, with_deeps
 def run_single(model: Any, work: Workload, num_runs: int, *, is_quick: bool) -> dict[str, Any]:
     """Return our rate with the first prompt alone, and what share of copy bandwidth it reads weights with."""
     generator, one = Generator(share_weights(model), num_slots=1), work.part(slice(0, 1))
-    rates = measure({"ours, one prompt": partial(timed, partial(run_ours, generator, one))}, one, num_runs)
+    rates = measure({"ours, one prompt": partial(timed, run_ours, generator, one)}, one, num_runs)
     bandwidth = copy_bandwidth(COPIED_BYTES[is_quick], distributed.device())
     num_bytes = sum(weight.nbytes for weight in model.parameters())  # the embeddings are the output head
     share = round(num_bytes * best(rates, "ours") / bandwidth, 4)

@@ -121,6 +121,11 @@ def summarise(runs: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]) ->
     }
 
 
+def facts_of(cases: dict[str, Any], runs: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, Any]:
+    """Return what a section's file has: what each case came to, and the runs of all."""
+    return {"cases": cases, "runs": [run for of in runs.values() for run in of]}
+
+
 def mean_with_interval(numbers: Sequence[float]) -> list[float]:
     """Return the mean and its 95 % interval, by 10,000 means of as many numbers drawn with replacement."""
     draw = random.Random(0)

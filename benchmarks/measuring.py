@@ -151,14 +151,14 @@ def plan_run(flags: Mapping[str, Any]) -> Any:
 # ---- measuring ------------------------------------------------------------------------------------------
 
 
-def timed(run: Callable[[], Any]) -> float:
-    """Return the seconds of a run; a device's work runs behind the host's, and is waited for."""
+def timed(run: Callable[..., Any], *args: Any) -> float:
+    """Return the seconds of `run(*args)`; a device's work runs behind the host's, and is waited for."""
     import torch
 
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     wait()
     started = time.perf_counter()
-    kept = run()
+    kept = run(*args)
     wait()
     seconds = time.perf_counter() - started
     del kept

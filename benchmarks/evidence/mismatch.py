@@ -9,7 +9,7 @@ the score of its last 15 steps is below that of its first 15. All take an hour a
 import argparse
 from typing import Any
 
-from benchmarks.learning import ROOT, Case, Task, mean_curve, summarise
+from benchmarks.learning import ROOT, Case, Task, facts_of, mean_curve, summarise
 from tools.report.run_reader import Curve
 
 SEEDS, SEEDS_OF_LARGE = 8, 4
@@ -50,4 +50,4 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, dict[st
         curves[f"score: {title}"] = {name: mean_curve(of) for name, of in of_title.items()}
         curves[f"KL: {title}"] = {name: mean_curve(of, "kl") for name, of in of_title.items()}
     found = {name: summarise(of, runs[f"{name.split()[0]} 0"]) for name, of in runs.items()}
-    return {"cases": found, "runs": [run for of in runs.values() for run in of]}, curves
+    return facts_of(found, runs), curves

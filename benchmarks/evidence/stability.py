@@ -9,7 +9,7 @@ import argparse
 from typing import Any
 
 from benchmarks.evidence.faults import FAULTS
-from benchmarks.learning import KL, ROOT, SCORE, Case, Task, mean_curve, summarise
+from benchmarks.learning import KL, ROOT, SCORE, Case, Task, facts_of, mean_curve, summarise
 from tools.report.run_reader import Curve
 
 OURS = "ours"
@@ -35,4 +35,4 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, dict[st
         },
         f"{KL}, mean of the same seeds": {name: mean_curve(of, "kl") for name, of in same.items()},
     }
-    return {"cases": found, "runs": [run for of in runs.values() for run in of]}, curves
+    return facts_of(found, runs), curves

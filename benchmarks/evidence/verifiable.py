@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.learning import ROOT, Case, Task, mean_curve
+from benchmarks.learning import ROOT, Case, Task, facts_of, mean_curve
 from tools.report.run_reader import Curve
 
 X_NAME = "samples, or seconds"
@@ -65,5 +65,4 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, dict[st
 
     panels = {f"{title}, over samples": panel(names, "samples") for title, names in PANELS.items()}
     panels["algorithms, over seconds"] = panel(PANELS["algorithms"], "seconds")
-    facts = {"cases": found, "runs": [run for of in runs.values() for run in of]}
-    return facts, {title: of for title, of in panels.items() if of}
+    return facts_of(found, runs), {title: of for title, of in panels.items() if of}

@@ -19,6 +19,11 @@ BASELINES = {
 }
 
 
+def as_row(cells: list[str]) -> str:
+    """A row of a table, as the pages write it: an empty cell is one space."""
+    return f"| {' | '.join(cells)} |".replace("  ", " ")
+
+
 def rates_of(baseline: dict) -> list[list[str]]:
     """The rows, as the page writes them, of whatever has a median."""
     decimals = int(baseline["name"].endswith("_step"))  # seconds, not tokens a second
@@ -38,7 +43,7 @@ def test_a_baseline_is_told_with_its_command_commit_and_ratio(name):
     assert f"[{name}](../benchmarks/baselines/{name}), commit {baseline['commit']}" in PAGE
     assert f"{baseline['ratio']:.2f}" in PAGE
     for row in rates_of(baseline):
-        assert f"| {' | '.join(row)} |" in PAGE
+        assert as_row(row) in PAGE
 
 
 def over_in_generation(way: str) -> float:
@@ -146,7 +151,7 @@ def test_what_each_case_ends_with_is_told(section):
         cells = [name, str(len(runs)), f"{half_way:.2f}", f"{case['after']:.3f}"]
         cells += [f"{case['lowest']:.2f} to {case['highest']:.2f}", f"{case['deviation']:.3f}"]
         cells += [str(case["collapsed"]), f"{mean} ({low} to {high})", f"{case['kl']:.2f}"]
-        assert f"| {' | '.join(cells)} |" in SECTIONS[section]
+        assert as_row(cells) in SECTIONS[section]
 
 
 @pytest.mark.parametrize("case", EVIDENCE["rewards"]["last"]["accuracy"])
@@ -156,7 +161,7 @@ def test_what_a_reward_model_learns_of_pairs_is_told(case):
         cells = [case, f"{pairs:,}", told_scores([run["accuracy"][place] for run in runs], 3)]
         for name in ("loss", "calibration_error", "prefers_longer", "length_correlation"):
             cells.append(f"{statistics.fmean(run[name][place] for run in runs):.2f}")
-        assert f"| {' | '.join(cells)} |" in SECTIONS["rewards"]
+        assert as_row(cells) in SECTIONS["rewards"]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -165,9 +170,8 @@ def test_what_each_algorithm_learns_is_told(name):
     cells = [f"{score:.2f}" for score in found["scores"][1:]]
     cells += [f"{found['lowest']:.2f} to {found['highest']:.2f}"]
     cells += [f"{found['seconds'][-1]:.0f}" if name in PANELS["algorithms"] else ""]
-    words = f" `{found['words']}`" if found["words"] != name else ""
-    row = f"| `{name}` | {' | '.join(cells)} |{words} |".replace("|  |", "| |")
-    assert row in SECTIONS["verifiable"]
+    cells += [f"`{found['words']}`" if found["words"] != name else ""]
+    assert as_row([f"`{name}`", *cells]) in SECTIONS["verifiable"]
     assert f"{found['scores'][0]:.2f} before" in SECTIONS["verifiable"]
     assert found["samples"] == [0, 1280, 2560, 3840, 5120]
     assert [run["seed"] for run in EVIDENCE["verifiable"]["runs"] if run["name"] == name] == [1, 2, 3]
@@ -199,7 +203,7 @@ def test_bytes_on_ranks_are_told_beside_the_plans(case):
         f"{100 * sent:.1f} %",
         f"{max(row['control'] for row in rows) / 1e3:.0f}",
     ]
-    assert f"| {case} | {' | '.join(cells)} |" in SCALE_SECTION
+    assert as_row([case, *cells]) in SCALE_SECTION
 
 
 @pytest.mark.parametrize("row", SCALE["planned"], ids=lambda row: f"{row['model']}-{row['gpus']}")
@@ -211,7 +215,7 @@ def test_planned_seconds_are_told(row):
         cells += [f"t = {row['flags']['inference_tp_size']}", *of_kinds, f"{row['seconds']:.1f}", bound]
     else:
         cells.append("does not fit")
-    is_told = f"| {' | '.join(cells)} |" in SCALE_SECTION
+    is_told = as_row(cells) in SCALE_SECTION
     assert is_told == (row["gpus"] in (8, 64, 256, 1024))
 
 
@@ -258,7 +262,7 @@ def test_losses_and_scores_beside_trl_are_told(task):
     else:
         cells += [f"{found[side]:.4f}" for side in ("ours", "trl")]
         cells += [f"{found[step]:.0e}" for step in ("first", "last", "largest")]
-    assert f"| {task} | {' | '.join(cells)} |".replace("  ", " ") in PEERS_SECTION
+    assert as_row([task, *cells]) in PEERS_SECTION
 
 
 @pytest.mark.parametrize(
