@@ -180,7 +180,7 @@ class Session:
             return f"/save {name}: nothing was said yet"
         lines = []
         for conversation in self.conversations:
-            messages = [message._asdict() for message in self.whole(conversation.said)]
+            messages = [message.as_dict() for message in self.whole(conversation.said)]
             row = {"messages": messages, "model": conversation.name}
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
         try:

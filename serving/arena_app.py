@@ -136,7 +136,7 @@ class BlindPairs:
         """Return what a page may know of a pair: names only after it was judged."""
         shown = {
             "id": pair.id,
-            "prompt": [message._asdict() for message in pair.prompt],
+            "prompt": [message.as_dict() for message in pair.prompt],
             "answers": {"a": pair.answer_a, "b": pair.answer_b},
             "choice": pair.choice,
         }

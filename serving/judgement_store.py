@@ -126,7 +126,7 @@ class JudgementStore:
     ) -> Pair:
         """Return a new pair, whose answers follow."""
         pair = Pair(uuid.uuid4().hex, tuple(prompt), source, model_a, model_b)
-        messages = json.dumps([message._asdict() for message in prompt], ensure_ascii=False)
+        messages = json.dumps([message.as_dict() for message in prompt], ensure_ascii=False)
         columns = "id, created_at, prompt, source, model_a, model_b, sampling"
         statement = f"INSERT INTO pairs ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)"
         self._run(statement, pair.id, _now(), messages, source, model_a, model_b, json.dumps(sampling))
@@ -167,7 +167,7 @@ class JudgementStore:
 
 
 def _pair(row: tuple) -> Pair:
-    prompt = tuple(Message(m["role"], m["content"]) for m in json.loads(row[1]))
+    prompt = tuple(map(Message.from_dict, json.loads(row[1])))
     return Pair(row[0], prompt, *row[2:])
 
 
@@ -234,7 +234,7 @@ def export_pairs(store: JudgementStore, target: Path, *, as_labels: bool = False
                 {"completion": chosen, "label": not is_both_bad, "model": chosen_model},
                 {"completion": rejected, "label": False, "model": rejected_model},
             ]
-        prompt = [message._asdict() for message in pair.prompt]
+        prompt = [message.as_dict() for message in pair.prompt]
         lines += [json.dumps({"prompt": prompt} | row, ensure_ascii=False) + "\n" for row in rows]
     write_file(target, "".join(lines))
     return counts

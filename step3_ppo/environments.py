@@ -173,7 +173,7 @@ class Environments:
             if is_over or conversation.num_turns == self.max_turns:
                 return None
             messages = self._checked_chat("step", messages)
-            said = self.template.continue_ids([Message(**message) for message in messages])
+            said = self.template.continue_ids(list(map(Message.from_dict, messages)))
         except (ConversationFailed, BadRow) as error:
             self._fail(conversation, str(error))
             return None
@@ -183,7 +183,7 @@ class Environments:
 
     def _show(self, messages: Chat) -> tuple[list[int], str]:
         """Return the token ids of a prompt, as a row's are cut, and its whole text."""
-        prompt = shorter = tuple(Message(**message) for message in messages)
+        prompt = shorter = tuple(map(Message.from_dict, messages))
         if self.template.keeps_headers:
             shorter = self.template.shorten(prompt, self.max_prompt_tokens)
         tokens = self.template.encode(self.template.segments(shorter, None), self.max_prompt_tokens)
@@ -198,7 +198,7 @@ class Environments:
 
     def _checked_chat(self, method: str, messages: Any) -> Chat:
         """Return a copy of the messages. Raises ConversationFailed for what are none."""
-        roles = [*ROLES, "tool"] if self.template.keeps_headers else ROLES
+        roles = ROLES if self.template.keeps_headers else ROLES[:-1]
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             what = f"{method} gave {quoted(str(messages))} for messages"
             raise ConversationFailed(f"{what}; return a list of one or more, or that it is over")

@@ -248,6 +248,9 @@ class HumanAssistantTemplate(Template):
         result: list[Segment] = []
         context, cue = "", self._LABELS["assistant"].rstrip()
         for message in prompt:
+            if message.role not in self._LABELS or message.extras:
+                part = next(iter(json.loads(message.extras or "{}")), f"turns of {message.role}")
+                raise BadRow(f"--template {self.name} cannot show {part}; a chat template may: --template chat")
             if learn_all_turns and message.role == "assistant":
                 result += [Segment(context + cue, False), self._response(message.content)]
                 context = ""

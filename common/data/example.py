@@ -1,9 +1,11 @@
 """What one row of data means, whatever file or hub it came from."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 LONGEST_REASON = 400  # characters: a row may hold anything, and a message must stay one
 
 
@@ -23,6 +25,19 @@ class Message(NamedTuple):
 
     role: str  # one of ROLES
     content: str
+    extras: str = ""  # JSON object: what a chat template may show besides, such as tool_calls
+    is_learned: bool = True  # False: a turn of the assistant that is context alone
+
+    def as_dict(self) -> dict[str, Any]:
+        """Role, content and extras, as chat templates, rows and servers have them."""
+        extras = json.loads(self.extras) if self.extras else {}
+        return {"role": self.role, "content": self.content} | extras
+
+    @classmethod
+    def from_dict(cls, turn: Mapping[str, Any]) -> Self:
+        """The message of what `as_dict` made."""
+        extras = {name: value for name, value in turn.items() if name not in ("role", "content")}
+        return cls(turn["role"], turn["content"], json.dumps(extras, sort_keys=True) if extras else "")
 
 
 class Turn(Message):
@@ -33,11 +48,15 @@ class Turn(Message):
 
 @dataclass(frozen=True)
 class Example:
-    """A dialogue up to the reply, with the replies that are known; or a plain text."""
+    """A dialogue up to the reply, with the replies that are known; or a plain text.
+
+    A reply is its text, or a Message where it has more than text.
+    """
 
     prompt: tuple[Message, ...] = ()
-    chosen: str | None = None
-    rejected: str | None = None
+    chosen: str | Message | None = None
+    rejected: str | Message | None = None
+    tools: str = ""  # JSON list of the tools that the dialogue may use, for a chat template
     text: str | None = None  # a pretraining row: no prompt, no reply
     margin: float = 0.0  # how much better `chosen` is, for a loss with a margin
     is_tie: bool = False  # both replies were rated alike: good for steps 1 and 3, no pair for step 2

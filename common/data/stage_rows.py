@@ -118,7 +118,7 @@ class RowBuilder:
         row = self._truncate(tokens)
         self._count(row)
         text = self.template.prompt_text(item.example.prompt)
-        messages = json.dumps([message._asdict() for message in item.example.prompt])
+        messages = json.dumps([message.as_dict() for message in item.example.prompt])
         row_texts = {"prompt_text": text, "messages": messages, "fields": item.fields}
         return {"prompt_ids": row.input_ids} | row_texts
 

@@ -10,7 +10,7 @@ from common.data.registry import load_source
 
 HI = (Message("user", "hi"),)
 TURNS = (*HI, Message("assistant", "hello"), Message("user", "and?"))
-LIST = [message._asdict() for message in TURNS]
+LIST = [message.as_dict() for message in TURNS]
 SHAREGPT = [
     {"from": "human", "value": "hi"},
     {"from": "gpt", "value": "hello"},

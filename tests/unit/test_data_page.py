@@ -144,7 +144,7 @@ def test_vicuna_text_without_marks_with_a_preface_and_with_ends_of_turns():
         ),
     ):
         example = example_of(name, prompt=prompt, label="Warm.\nVery.</s>")
-        assert [tuple(message) for message in example.prompt] == expected and example.chosen == "Warm.\nVery."
+        assert [message[:2] for message in example.prompt] == expected and example.chosen == "Warm.\nVery."
 
 
 # ---- rows that are wrong, and rows that lack a text

@@ -95,7 +95,7 @@ def prompts_of(template, *fields, content: str = "Hi"):
     """A batch of prompts, each of one message, with these fields of their rows."""
     chat = (Message("user", content),)
     ids = template.encode(template.segments(chat, None), 99).input_ids
-    texts = {"prompt_text": template.prompt_text(chat), "messages": json.dumps([chat[0]._asdict()])}
+    texts = {"prompt_text": template.prompt_text(chat), "messages": json.dumps([chat[0].as_dict()])}
     return collate_prompts(
         [
             texts | {"prompt_ids": ids, "row_id": f"rows:{n}", "fields": json.dumps(x)}
