@@ -250,7 +250,7 @@ class HumanAssistantTemplate(Template):
         for message in prompt:
             if message.role not in self._LABELS or message.extras:
                 part = next(iter(json.loads(message.extras or "{}")), f"turns of {message.role}")
-                raise BadRow(f"--template {self.name} cannot show {part}; a chat template may: --template chat")
+                raise BadRow(f"--template {self.name} cannot show {part}; --template chat may")
             if learn_all_turns and message.role == "assistant":
                 result += [Segment(context + cue, False), self._response(message.content)]
                 context = ""
