@@ -30,6 +30,7 @@ from common.data.example import Message
 from common.flags.args import REQUIRED, Problems, flag, parse_args
 from common.models.value_model import has_saved_head
 from common.programs import startup
+from common.programs.conversation_form import closing_of
 from common.programs.reward_scorer import RewardScorer, load_frozen_value_model
 from common.runs.durable_files import write_file
 from serving.answering import (
@@ -242,14 +243,15 @@ def load_score(args: ChatArguments, problems: Problems) -> Score | None:
         return None
     with startup.as_problem(problems):
         model = load_frozen_value_model(args.reward, template.tokenizer, args)
-    scorer = RewardScorer(model, template.tokenizer, batch_size=1)
+    closing_ids = closing_of(args.reward, template)
+    scorer = RewardScorer(model, template.tokenizer, batch_size=1, closing_ids=closing_ids)
 
     def score(messages: list[Message]) -> str:
         try:
             segments = template.segments(messages[:-1], messages[-1].content)
         except ValueError as error:  # the model of --reward may have a form that refuses a system message
             return f"no score: {error}"
-        row = template.encode(segments, scorer.max_tokens)
+        row = template.encode(segments, scorer.max_tokens - len(closing_ids))
         return f"score {scorer.score_rows([row])[0]:.3f}"
 
     return score

@@ -122,7 +122,7 @@ def check_vocabularies(args: TrainArguments, problems: Problems) -> None:
         return
     from transformers import AutoTokenizer  # slow to import, rarely needed
 
-    from common.data.dialogue import vocabulary_difference
+    from common.data.tokenizer import vocabulary_difference
 
     with contextlib.suppress(Exception):  # OSError, ValueError, KeyError ... by what is missing
         difference = vocabulary_difference(*map(AutoTokenizer.from_pretrained, (actor, reward)))

@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from common.data.dialogue import TEMPLATE_NAMES, Segment, Template, build_template
+from common.data.chat_template import TEMPLATE_NAMES, build_template
+from common.data.dialogue import Segment, Template
 from common.data.example import BadRow, Message
 from common.data.registry import load_source
 from common.flags.args import DecodeArguments, Problems, TokenizerArguments, flag
@@ -32,7 +33,7 @@ from common.models.lora import trained_weights
 from common.models.model_inputs import build_model_inputs
 from common.models.output_head import read_logit_transform
 from common.models.saved_adapters import ADAPTER_WEIGHTS, base_of, read_adapter_config
-from common.programs import startup
+from common.programs import conversation_form, startup
 from common.ranks import distributed
 from common.ranks.failures import first_line
 from serving.text_stream import Answer, TextStream
@@ -270,7 +271,9 @@ def load_template(
         return None
     tokenizer = startup.check_tokenizer(flag_name, path, args, problems)
     own = dataclasses.replace(args)  # each model has a template of its own
-    template, notes = startup.find_template(flag_name, trained_path or path, own, tokenizer, problems)
+    template, notes = conversation_form.find_template(
+        flag_name, trained_path or path, own, tokenizer, problems
+    )
     startup.print_note(*notes)
     return template
 

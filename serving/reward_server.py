@@ -19,13 +19,14 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from transformers import PreTrainedTokenizerFast
 
+from common.data.dialogue import Template
 from common.flags.access_token import server_token
 from common.flags.args import REQUIRED, Problems, TokenizerArguments, flag, parse_args
 from common.models.loading import DTYPES
 from common.models.value_model import has_saved_head
-from common.programs import startup
+from common.programs import conversation_form, startup
+from common.programs.conversation_form import closing_of
 from common.programs.reward_scorer import RewardScorer, load_frozen_value_model
 from common.runs.export import read_metadata
 from serving.web_server import Guard, Refused, address_of, bind, build_app, is_loopback, run_server
@@ -97,9 +98,9 @@ def create_app(scorer: RewardScorer, args: ServeArguments, *, token: str = "") -
     return Guard(app, token)
 
 
-def load_scorer(args: ServeArguments, tokenizer: PreTrainedTokenizerFast) -> RewardScorer:
+def load_scorer(args: ServeArguments, template: Template) -> RewardScorer:
     """Return the scorer of the model of --model_name_or_path. Raises ValueError."""
-    name = args.model_name_or_path
+    name, tokenizer = args.model_name_or_path, template.tokenizer
     model = load_frozen_value_model(name, tokenizer, args)
     metadata = read_metadata(name)
     facts = {"name": name, "step": metadata.get("step"), "template": metadata.get("template")}
@@ -108,6 +109,7 @@ def load_scorer(args: ServeArguments, tokenizer: PreTrainedTokenizerFast) -> Rew
         tokenizer,
         batch_size=args.batch_size,
         max_tokens=args.max_seq_len,
+        closing_ids=closing_of(name, template),
         facts=facts | {name: metadata.get("eval", {}).get(name) for name in ACCURACY},
     )
 
@@ -125,6 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     startup.check_length(config, args.max_seq_len, "--max_seq_len", problems)
     tokenizer = config and startup.check_tokenizer("--model_name_or_path", name, args, problems)
+    template, _ = conversation_form.find_template("--model_name_or_path", name, args, tokenizer, problems)
     bound = bind(args.host, args.port, problems)  # before a model is loaded for nothing
     problems.exit_if_any()
     startup.print_notes(args, argv)
@@ -133,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"--host {args.host} without a token: whoever reaches the port can use it; give --token_file"
         )
     with startup.as_problem(problems):
-        scorer = load_scorer(args, tokenizer)
+        scorer = load_scorer(args, template)
     print(f"{name} answers POST {address_of(bound)}/score and GET /health; Ctrl-C ends it", flush=True)
     run_server(create_app(scorer, args, token=token), bound)
 

@@ -31,7 +31,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = start.args
     with startup.as_problem(start.problems), watchdog.phase("the preparation of the data"):
         data = build_data(start.options, start.template)
-        batches = single_model.build_global_batches(args, data.train, collate_sft, ["input_ids"])
+        groups = data.train.numbers("conversation")
+        batches = single_model.build_global_batches(
+            args, data.train, collate_sft, ["input_ids"], groups=groups
+        )
     num_steps = training_loop.count_steps(args, len(batches))
     with startup.as_problem(start.problems), watchdog.phase("the loading of the model"):
         num_tokens = len(start.tokenizer)

@@ -67,6 +67,11 @@ class RewardArguments(PairArguments, SharingArguments, SingleModelArguments):
         return {"dpo": "dpo", "ipo": "dpo", "kto": "kto"}.get(self.loss, "reward")
 
     @property
+    def is_scored(self) -> bool:
+        """Whether a reward model is trained."""
+        return self.kind == "reward"
+
+    @property
     def is_unpaired(self) -> bool:
         """Whether rows are rated answers, each by itself."""
         return self.loss == "kto"
@@ -75,6 +80,8 @@ class RewardArguments(PairArguments, SharingArguments, SingleModelArguments):
 @dataclass
 class RewardEvalArguments(SourceArguments, PairArguments, TokenizerArguments):
     """Evaluation of a reward model on any pairs."""
+
+    is_scored = True  # no flag: a reward model it is
 
     model_name_or_path: str = flag(REQUIRED, "reward model: the export/ folder of step 2, or a hub name")
     max_seq_len: int = flag(

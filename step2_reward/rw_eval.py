@@ -24,7 +24,7 @@ from common.data.registry import import_plugins
 from common.data.stage_datasets import build_data
 from common.flags.args import Problems, parse_args
 from common.models.value_model import has_saved_head
-from common.programs import startup
+from common.programs import conversation_form, startup
 from common.programs.reward_scorer import load_frozen_value_model
 from common.ranks import distributed
 from step2_reward.answer_scores import compute_pair_scores
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = DataOptions.of(args, 2, data_split="0,1,0", eval_fraction=0.0, num_stored_epochs=1)
     for problem in check_sources(options, tokenizer):
         problems.add(problem)
-    template, notes = startup.find_template("--model_name_or_path", name, args, tokenizer, problems)
+    template, notes = conversation_form.find_template("--model_name_or_path", name, args, tokenizer, problems)
     problems.exit_if_any()
     startup.print_notes(args, argv)
     startup.print_note(*notes)

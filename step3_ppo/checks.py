@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from common.data.data_options import DataOptions, check_sources
-from common.data.dialogue import vocabulary_difference
+from common.data.tokenizer import vocabulary_difference
 from common.engine.ds_config import effective_zero_stage
 from common.flags.args import Problems
 from common.flags.problems import given_flags

@@ -40,6 +40,7 @@ DEFAULT_MAX_TURNS = 8
 KIND = "environment"  # of its reward, and the name under which its scores and its seconds are logged
 NUM_TURNS = "num_turns"  # a rollout batch's number: turns that the environment was shown
 
+SHOWN_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")  # besides role and content
 Chat = list[dict[str, str]]  # messages of a role and a content
 
 
@@ -124,7 +125,7 @@ class Environments:
                     self._fail(conversation, "reset gave others of the group other messages")
             if messages != chat:
                 try:
-                    token_ids, text = self._show(messages)
+                    token_ids, text = self._show(messages, of_row.get("tools") or "")
                 except BadRow as error:
                     for conversation in group:
                         self._fail(conversation, f"reset gave messages that cannot be shown: {error}")
@@ -181,13 +182,15 @@ class Environments:
         conversation.num_known = len(token_ids) + len(said)
         return said
 
-    def _show(self, messages: Chat) -> tuple[list[int], str]:
-        """Return the token ids of a prompt, as a row's are cut, and its whole text."""
+    def _show(self, messages: Chat, tools: str | list) -> tuple[list[int], str]:
+        """Token ids of a prompt, as a row's are cut, and its whole text; `tools` are the row's."""
+        tools = tools if isinstance(tools, str) else json.dumps(tools)
         prompt = shorter = tuple(map(Message.from_dict, messages))
         if self.template.keeps_headers:
-            shorter = self.template.shorten(prompt, self.max_prompt_tokens)
-        tokens = self.template.encode(self.template.segments(shorter, None), self.max_prompt_tokens)
-        return tokens.input_ids, self.template.prompt_text(prompt)
+            shorter = self.template.shorten(prompt, self.max_prompt_tokens, tools)
+        segments = self.template.segments(shorter, None, tools=tools)
+        tokens = self.template.encode(segments, self.max_prompt_tokens)
+        return tokens.input_ids, self.template.prompt_text(prompt, tools)
 
     def _call(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
         """Return what the environment says. Raises ConversationFailed for whatever it raises."""
@@ -208,7 +211,9 @@ class Environments:
                 what = f"{method} gave the message {quoted(str(message))}"
                 raise ConversationFailed(f"{what}; it needs a content and a role of {', '.join(roles)}")
         # Half of a surrogate pair is no text.
-        return [{k: m[k].encode(errors="replace").decode() for k in ("role", "content")} for m in messages]
+        content = [m["content"].encode(errors="replace").decode() for m in messages]
+        kept = [{k: v for k, v in m.items() if k in ("role", *SHOWN_KEYS)} for m in messages]
+        return [m | {"content": text} for m, text in zip(kept, content, strict=True)]
 
     def _fail(self, conversation: Conversation, reason: str) -> None:
         conversation.score = math.nan

@@ -22,7 +22,7 @@ from common.data.global_batches import GlobalBatches
 from common.data.packed_batch import collate_prompts, collate_texts
 from common.data.stage_datasets import StageData, build_data, build_pretraining
 from common.models.policy_model import language_model
-from common.programs import startup
+from common.programs import conversation_form, startup
 from common.programs.training_loop import build_logger, count_steps, run_steps, save_model
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused, TooManyBadSteps
@@ -90,7 +90,14 @@ def build_trainer(
     """Load the models and return what does the PPO steps. Every rank must call this."""
     args, algorithm, specs = start.args, start.algorithm, start.rewards
     num_updates = num_steps * args.updates_per_step
-    roles = build_roles(args, start.tokenizer, specs, num_updates, has_critic=algorithm.needs_critic)
+    roles = build_roles(
+        args,
+        start.tokenizer,
+        specs,
+        num_updates,
+        has_critic=algorithm.needs_critic,
+        template=start.template,
+    )
     texts = {spec.name: build_text_reward(spec, args) for spec in specs if spec.kind not in ("model", KIND)}
     environments = None
     if args.environment:
@@ -181,7 +188,7 @@ def build_metadata(
     args: PPOArguments, facts: dict[str, float], held_out: dict[str, float] | None
 ) -> dict[str, Any]:
     """Return what an export of the actor says of itself; `held_out` are the last evaluation's numbers."""
-    metadata = {"step": "ppo", "template": args.template, "last_step": facts}
+    metadata = {"step": "ppo"} | conversation_form.describe_form(args) | {"last_step": facts}
     return metadata | ({"eval": held_out} if held_out else {})
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import deepspeed
 import torch
 
+from common.data.dialogue import Template
 from common.data.packed_batch import PackedBatch, to_device
 from common.engine.ds_config import build_engine, config_of
 from common.generation.decode import SamplingOptions
@@ -26,6 +27,7 @@ from common.models.output_head import SamplingMask, kept_tokens
 from common.models.policy_model import PolicyModel, language_model
 from common.models.saved_adapters import is_adapter
 from common.models.value_model import compute_scores
+from common.programs.conversation_form import closing_of
 from common.programs.training_loop import load_policy, load_ranker, runs_packed
 from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
@@ -33,7 +35,7 @@ from common.ranks.zero3 import gather_whole, local_shard, swapped_shards
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.role_arguments import RoleFlags
-from step3_ppo.rollout_batch import sampled_positions
+from step3_ppo.rollout_batch import sampled_positions, with_closing
 from step3_ppo.shared_base import Bases, find_places, model_paths
 from step3_ppo.trainer_state import ExponentialMovingAverage
 
@@ -237,12 +239,17 @@ class Actor(Policy):
 
 
 class Reward(Role):
-    """A frozen reward model; scores (b,) fp32 are of the response, by what the model sampled of it."""
+    """A frozen reward model; scores (b,) fp32 are of the response, by what the model sampled of it.
+
+    `closing_ids` stand behind a finished response: see `closing_of`.
+    """
 
     name, clock = "reward model", "reward"
+    closing_ids: Sequence[int] = ()
 
     def answer(self, batch: PackedBatch) -> torch.Tensor:
         """Return scores (b,) fp32."""
+        batch = with_closing(batch, self.closing_ids)
         inputs, _ = self.build_inputs(batch)
         return compute_scores(self.model, inputs, *sampled_positions(batch))
 
@@ -302,6 +309,7 @@ def build_roles(
     num_optimizer_steps: int,
     *,
     has_critic: bool,
+    template: Template | None = None,
 ) -> Roles:
     """Return all of them; learning-rate schedules last for `num_optimizer_steps`, the actor's for twice as
     many where it has steps on text.
@@ -332,6 +340,8 @@ def build_roles(
             args.offload_reward_model,
         )
         scorers[spec.name] = _build_frozen(Reward, load, args, flags, num_tokens, is_offloaded)
+        if template:
+            scorers[spec.name].closing_ids = closing_of(spec.target, template)
     if args.teacher_model_name_or_path:
         flags = replace(args.actor, model_name_or_path=args.teacher_model_name_or_path)
         is_offloaded = args.offload_reference_model

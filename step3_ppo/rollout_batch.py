@@ -84,6 +84,23 @@ def sampled_positions(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
     return num_tokens(batch), batch.interleave("prompt_ids sampled", "response_ids sampled")[0]
 
 
+def with_closing(batch: PackedBatch, closing_ids: Sequence[int]) -> PackedBatch:
+    """The batch with these token ids behind each finished response, among what the model sampled."""
+    if not closing_ids:
+        return batch
+    is_finished = batch.numbers("is_finished").tolist()
+    closings = [torch.tensor(closing_ids if finished else [], dtype=torch.int64) for finished in is_finished]
+    lengths = batch.lengths["response_ids"] + torch.tensor(list(map(len, closings)))
+    columns = {"response_ids": closings}
+    if "sampled_mask" in batch.data:
+        columns["sampled_mask"] = [torch.ones(len(closing), dtype=torch.bool) for closing in closings]
+    for key, endings in columns.items():
+        pairs = zip(batch.sequences(key), endings, strict=True)
+        data = torch.cat([torch.cat([sequence.cpu(), ending]) for sequence, ending in pairs])
+        batch = batch.with_key(key, data, lengths=lengths)
+    return batch
+
+
 def put_back(kept: PackedBatch, batch: PackedBatch) -> PackedBatch:
     """Return `batch` with what an algorithm has added to some of its rows; zeros for the others, which count
     in no loss.

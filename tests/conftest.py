@@ -100,7 +100,7 @@ def reward_export(tiny_model_folder, tmp_path_factory) -> str:
     """An export of step 2 with a random score head, whose PAD is not its EOS."""
     import torch
 
-    from common.data.dialogue import load_tokenizer
+    from common.data.tokenizer import load_tokenizer
     from common.models.loading import ModelOptions
     from common.models.value_model import load_value_model
     from common.runs.export import save_export

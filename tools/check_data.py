@@ -23,7 +23,7 @@ from common.data.registry import import_plugins
 from common.data.stage_datasets import StageData, build_data
 from common.data.token_cache import TokenTable
 from common.flags.args import Problems, flag
-from common.programs import startup
+from common.programs import conversation_form, startup
 from tools.step_flags import STEP_NAMES, StageArguments, parse_step_args
 from tools.terminal import CONSOLE, run_tool, visible
 
@@ -93,7 +93,7 @@ def check_flags(args: Any, options: DataOptions, problems: Problems) -> Template
     name = "actor_model_name_or_path" if args.stage == 3 else "model_name_or_path"
     path = getattr(args, name)
     tokenizer = startup.check_tokenizer(f"--{name}", path, args, problems)
-    template, notes = startup.find_template(f"--{name}", path, args, tokenizer, problems)
+    template, notes = conversation_form.find_template(f"--{name}", path, args, tokenizer, problems)
     problems.exit_if_any()
     assert template is not None
     startup.print_note(*notes)

@@ -26,9 +26,9 @@ from rich.text import Text
 from torch import multiprocessing, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from common.data.dialogue import adds_bos
 from common.data.packed_batch import pack_rows, pad_rows, token_positions
 from common.data.registry import import_plugins
+from common.data.tokenizer import adds_bos
 from common.flags.args import REQUIRED, Problems, TokenizerArguments, flag, parse_args
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator

@@ -40,6 +40,9 @@ class DataOptions:
     cache_dir: str = ""  # empty: ~/.cache/triptych
     num_stored_epochs: int = 16  # whose pairs are stored of a prompt with more than --max_pairs_per_prompt
     is_unpaired: bool = False  # step 2 learns from rated answers, each by itself
+    is_scored: bool = (
+        False  # step 2 trains a reward model, which reads the whole text that a template renders
+    )
 
     @classmethod
     def of(cls, args: Any, stage: int, **changes: Any) -> Self:

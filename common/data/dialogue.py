@@ -1,4 +1,4 @@
-"""Tokenizers with an end of turn; dialogue templates: messages to text, text to token ids and response mask.
+"""Dialogue templates: messages to text, text to token ids and response mask.
 
 One tokenisation of the whole text gives both: where a token starts, by its character offset, says whether it
 belongs to the response. Nothing is tokenised in parts, so no token at a border differs from what the model
@@ -12,93 +12,14 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tokenizers import AddedToken, Tokenizer, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, processors
+from transformers import PreTrainedTokenizerFast
 
 from common.data.example import BadRow, Message, Turn
-from common.ranks.failures import first_line
+from common.data.tokenizer import adds_bos
 
-GAP = " ... "  # stands where a question has lost its middle
 BATCH_TEXTS = 64  # tokenised in one call
-
-
-def load_tokenizer(
-    name_or_path: str,
-    *,
-    eot_token: str | None = None,
-    add_eot_token: bool = False,
-    trust_remote_code: bool = False,
-    flag: str = "--model_name_or_path",
-) -> PreTrainedTokenizerFast:
-    """Return a fast tokenizer whose eos ends a turn and whose pad is set.
-
-    `eot_token` replaces the tokenizer's own eos; it must be one id already, unless `add_eot_token` lets it be
-    a new one (the embeddings of the model must then grow). No existing id changes. PAD may be the same id as
-    EOS. Raises ValueError: no tokenizer there, no fast one, no eos, or an end-of-turn token of several ids;
-    `flag` is named.
-    """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name_or_path, use_fast=True, trust_remote_code=trust_remote_code
-        )
-    except Exception as error:  # transformers raises OSError, KeyError, TypeError, ... by what is missing
-        raise ValueError(
-            f"{flag} {name_or_path}: no tokenizer could be loaded ({first_line(error)}); "
-            "give a folder that holds tokenizer.json, or a hub name that can be reached"
-        ) from error
-    if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(
-            f"{flag} {name_or_path}: {type(tokenizer).__name__} has no fast form, and response masks need "
-            "its character offsets; save the model with a tokenizer.json"
-        )
-    eot = eot_token or tokenizer.eos_token
-    if not eot:
-        raise ValueError(
-            f"the tokenizer of {name_or_path} has no eos token, so no reply could end; name one of its "
-            "tokens by --eot_token, or add a new one by --eot_token '<|endoftext|>' --add_eot_token"
-        )
-    if eot not in tokenizer.get_vocab() and not add_eot_token:
-        pieces = tokenizer.tokenize(eot)
-        raise ValueError(
-            f"--eot_token {eot}: the tokenizer of {name_or_path} splits it into {len(pieces)} tokens "
-            f"{pieces}; an end-of-turn token must be one id: pass --add_eot_token to add it"
-            + (f", or leave --eot_token out to use {tokenizer.eos_token}" if tokenizer.eos_token else "")
-        )
-    is_one_id = tokenizer(eot, add_special_tokens=False).input_ids == [tokenizer.eos_token_id]
-    if not (is_one_id and eot == tokenizer.eos_token and eot in tokenizer.all_special_tokens):
-        # A token of the vocabulary keeps its id: this only stops the pre-tokenizer from splitting it.
-        tokenizer.add_special_tokens({"eos_token": AddedToken(eot, special=True, normalized=False)})
-    if tokenizer(eot, add_special_tokens=False).input_ids != [tokenizer.eos_token_id]:
-        raise ValueError(
-            f"--eot_token {eot}: the tokenizer of {name_or_path} still splits it; pass another token with "
-            "--add_eot_token"
-        )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def adds_bos(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Whether the tokenizer itself puts its bos before a text."""
-    if tokenizer.bos_token_id is None:
-        return False
-    return tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
-
-
-def vocabulary_difference(
-    tokenizer_a: PreTrainedTokenizerFast, tokenizer_b: PreTrainedTokenizerFast
-) -> str | None:
-    """None when every token of a has the same id in b (b may hold more), else a sentence that names a few."""
-    here, there = tokenizer_a.get_vocab(), tokenizer_b.get_vocab()
-    different = sorted((i, token) for token, i in here.items() if there.get(token) != i)
-    if not different:
-        return None
-    named = [f"{token!r} is {i} here and {there.get(token, 'absent')} there" for i, token in different[:3]]
-    sizes = f"{len(here)} tokens (the other vocabulary has {len(there)})"
-    return f"{len(different)} of {sizes} differ: {', '.join(named)}"
-
-
-_EXCHANGE = (Message("user", "probe question"), Message("assistant", "probe reply"))
+EXCHANGE = (Message("user", "probe question"), Message("assistant", "probe reply"))
 
 
 class Segment(NamedTuple):
@@ -121,7 +42,6 @@ class Template(ABC):
     """Text of a dialogue, and its tokens. The subclasses say only how the text looks."""
 
     name: str
-    _lead = " "  # stands before a reply
     _form = ""  # what decides the text besides the name
     keeps_headers = False  # what says who speaks must not be cut: rows are shortened by turns, see `shorten`
     is_to_the_letter = False  # a message stands as it is, white space around it too
@@ -139,30 +59,43 @@ class Template(ABC):
         self._fast.no_truncation()
 
     def segments(
-        self, prompt: Sequence[Message], response: str | None, *, learn_all_turns: bool = False
+        self,
+        prompt: Sequence[Message],
+        response: str | Message | None,
+        *,
+        learn_all_turns: bool = False,
+        tools: str = "",
     ) -> list[Segment]:
         """The text of a dialogue: context pieces, and the response, which ends with the end-of-turn token.
 
         With `response` None the text ends where the model's reply follows. `learn_all_turns` marks the
-        assistant turns inside `prompt` as responses too, each with its end-of-turn token. Raises BadRow: the
-        template cannot show this dialogue.
+        assistant turns inside `prompt` as responses too, each with its end-of-turn token; those that are
+        not `is_learned` stay context. `tools` is a JSON list. Raises BadRow: the template cannot show this
+        dialogue; RewritesPast: it shows earlier turns in another form once a turn follows.
         """
+        if tools:
+            raise self._cannot_show("tools")
         pieces = self._context(prompt, learn_all_turns)
-        return pieces if response is None else [*pieces, self._response(response)]
+        return pieces if response is None else [*pieces, self._response(as_reply(response))]
 
     @abstractmethod
     def _context(self, prompt: Sequence[Message], learn_all_turns: bool) -> list[Segment]:
         """The pieces up to where the model's reply follows."""
 
+    @property
+    def closing_ids(self) -> list[int]:
+        """Token ids that the template puts behind the end-of-turn token of a dialogue's last reply."""
+        return []
+
     def text_segments(self, text: str) -> list[Segment]:
         """A plain text that is learnt as a whole, then the end-of-turn token."""
         return [Segment(self._without_eot(text) + self.eot_token, True)]
 
-    def prompt_text(self, prompt: Sequence[Message]) -> str:
+    def prompt_text(self, prompt: Sequence[Message], tools: str = "") -> str:
         """The exact text of a prompt, up to where the model's reply follows."""
-        return "".join(segment.text for segment in self.segments(prompt, None))
+        return "".join(segment.text for segment in self.segments(prompt, None, tools=tools))
 
-    def shorten(self, prompt: Sequence[Message], max_tokens: int) -> tuple[Message, ...]:
+    def shorten(self, prompt: Sequence[Message], max_tokens: int, tools: str = "") -> tuple[Message, ...]:
         """A prompt less its oldest turns, whole, until it has `max_tokens` or one question is left.
 
         A system message stays.
@@ -170,11 +103,11 @@ class Template(ABC):
         system = tuple(prompt[:1]) if prompt[0].role == "system" else ()
         starts = [index for index, message in enumerate(prompt) if message.role == "user"][1:]
         shorter = [tuple(prompt), *(system + tuple(prompt[index:]) for index in starts)]
-        first = bisect_left(shorter, True, key=lambda some: self._count_tokens(some) <= max_tokens)
+        first = bisect_left(shorter, True, key=lambda some: self._count_tokens(some, tools) <= max_tokens)
         return shorter[min(first, len(shorter) - 1)]
 
-    def _count_tokens(self, prompt: Sequence[Message]) -> int:
-        return len(self.tokenise_batch([self.segments(prompt, None)])[0].input_ids)
+    def _count_tokens(self, prompt: Sequence[Message], tools: str = "") -> int:
+        return len(self.tokenise_batch([self.segments(prompt, None, tools=tools)])[0].input_ids)
 
     def continue_ids(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of what is said after a reply: from its end-of-turn token on to where the next follows.
@@ -182,13 +115,13 @@ class Template(ABC):
         They depend on these messages alone, and not on how the reply was tokenised. Raises BadRow: the
         template cannot show them.
         """
-        if self.is_to_the_letter:
-            text = "".join(message.content for message in messages)
-        else:
-            text = "".join(piece.text for piece in self._context((*_EXCHANGE, *messages), True)[2:])
+        text = self._text_after_reply(messages)
         eot, *ids = self._fast.encode(self.eot_token + text, add_special_tokens=False).ids
         assert eot == self.eot_id
         return ids
+
+    def _text_after_reply(self, messages: Sequence[Message]) -> str:
+        return "".join(piece.text for piece in self._context((*EXCHANGE, *messages), True)[2:])
 
     def encode(self, segments: Sequence[Segment], max_tokens: int) -> Tokenised:
         """Ids and response mask of a row of at most `max_tokens`; see `truncate`."""
@@ -228,13 +161,23 @@ class Template(ABC):
         parts = [self.name, self._fast.to_str(), self.eot_token, self.eot_id, self.bos_id, self._form]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def _response(self, text: str) -> Segment:
-        return Segment(f"{self._lead}{self._without_eot(text).strip()}{self.eot_token}", True)
+    def _response(self, reply: Message) -> Segment:
+        if reply.extras:
+            raise self._cannot_show(next(iter(json.loads(reply.extras))))
+        return Segment(f" {self._without_eot(reply.content).strip()}{self.eot_token}", True)
+
+    def _cannot_show(self, part: str) -> BadRow:
+        return BadRow(f"--template {self.name} cannot show {part}; --template chat may")
 
     def _without_eot(self, text: str) -> str:
         """Some data sets end their replies with the end-of-turn text; it must not stand there twice."""
         bare = text.rstrip()
         return bare[: -len(self.eot_token)] if bare.endswith(self.eot_token) else text
+
+
+def as_reply(response: str | Message) -> Message:
+    """The assistant's turn of a response."""
+    return Message("assistant", response) if isinstance(response, str) else response
 
 
 class HumanAssistantTemplate(Template):
@@ -248,11 +191,11 @@ class HumanAssistantTemplate(Template):
         result: list[Segment] = []
         context, cue = "", self._LABELS["assistant"].rstrip()
         for message in prompt:
-            if message.role not in self._LABELS or message.extras:
-                part = next(iter(json.loads(message.extras or "{}")), f"turns of {message.role}")
-                raise BadRow(f"--template {self.name} cannot show {part}; --template chat may")
-            if learn_all_turns and message.role == "assistant":
-                result += [Segment(context + cue, False), self._response(message.content)]
+            if message.role not in self._LABELS:
+                raise self._cannot_show(f"turns of {message.role}")
+            response = self._response(message)
+            if learn_all_turns and message.role == "assistant" and message.is_learned:
+                result += [Segment(context + cue, False), response]
                 context = ""
             else:
                 context += self._LABELS[message.role] + message.content.strip()
@@ -273,102 +216,19 @@ class PlainTemplate(HumanAssistantTemplate):
     is_to_the_letter = True
 
     def segments(
-        self, prompt: Sequence[Message], response: str | None, *, learn_all_turns: bool = False
+        self, prompt: Sequence[Message], response: str | Message | None, *, tools: str = "", **how: bool
     ) -> list[Segment]:
         """See `Template.segments`; a single user message that is no row's `Turn` stands as it is."""
-        if [message.role for message in prompt] != ["user"] or isinstance(prompt[0], Turn):
-            return super().segments(prompt, response, learn_all_turns=learn_all_turns)
+        if tools or [message.role for message in prompt] != ["user"] or isinstance(prompt[0], Turn):
+            return super().segments(prompt, response, tools=tools, **how)
         pieces = [Segment(prompt[0].content, False)]
-        return pieces if response is None else pieces + self.text_segments(response)
+        if response is None:
+            return pieces
+        self._response(as_reply(response))  # refuses what it cannot show
+        return pieces + self.text_segments(as_reply(response).content)
 
-
-class ChatTemplate(Template):
-    """The tokenizer's own chat template."""
-
-    name = "chat"
-    keeps_headers = True
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        """Learn by a probe what stands between the prompt and the reply, and what ends the reply.
-
-        Raises ValueError: there is no chat template, or it ends a turn by another token than the tokenizer's
-        eos.
-        """
-        super().__init__(tokenizer)
-        if not tokenizer.chat_template:
-            raise ValueError(
-                "--template chat: the tokenizer has no chat template; use --template human_assistant, or a "
-                "tokenizer with a chat_template.jinja"
-            )
-        self._form = json.dumps(tokenizer.chat_template)
-        question, reply = _EXCHANGE[0], _EXCHANGE[1].content
-        before = self._render([question], add_generation_prompt=True)
-        whole = self._render(_EXCHANGE, add_generation_prompt=False)
-        at = whole.find(reply)
-        self._lead = whole[len(before) : at] if whole.startswith(before) and at >= len(before) else ""
-        end = whole[at + len(reply) :].strip() if at >= 0 else ""
-        if end and not end.startswith(self.eot_token):
-            raise ValueError(
-                f"--template chat ends a turn by {end!r}, but the tokenizer's eos is {self.eot_token!r}, so "
-                f"generation would not stop there; pass that token by --eot_token"
-            )
-
-    def _context(self, prompt: Sequence[Message], learn_all_turns: bool) -> list[Segment]:
-        result: list[Segment] = []
-        done = ""
-        replies = [i for i, m in enumerate(prompt) if m.role == "assistant"] if learn_all_turns else []
-        for turn in [*replies, len(prompt)]:
-            context = self._render(prompt[:turn], add_generation_prompt=True)
-            if not context.startswith(done):
-                raise BadRow(
-                    "this chat template rewrites earlier turns, so not all of them can be learnt in one row; "
-                    "give a row of prompt and answer for each reply"
-                )
-            result.append(Segment(context[len(done) :], False))
-            if turn < len(prompt):
-                result.append(self._response(prompt[turn].content))
-                done = context + result[-1].text
-        return result
-
-    def shorten(self, prompt: Sequence[Message], max_tokens: int) -> tuple[Message, ...]:
-        """See `Template.shorten`; a question that is too long alone loses its middle."""
-        *head, last = super().shorten(prompt, max_tokens)
-        text, excess = last.content.strip(), self._count_tokens([*head, last]) - max_tokens
-        spans = self._fast.encode(text, add_special_tokens=False).offsets if excess > 0 else []
-        num_gap = len(self._fast.encode(GAP, add_special_tokens=False).ids)
-        for margin in (0, 4, 16):  # tokens at the sides of the gap may come out otherwise than before
-            num_kept = len(spans) - excess - num_gap - margin
-            if excess <= 0 or num_kept < 2:
-                break
-            begin, end = spans[num_kept // 2 - 1][1], spans[num_kept // 2 - num_kept][0]
-            last = last._replace(content=text[:begin] + GAP + text[end:])
-            if self._count_tokens([*head, last]) <= max_tokens:
-                break
-        return (*head, last)
-
-    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        try:
-            return self.tokenizer.apply_chat_template(
-                [{"role": message.role, "content": message.content.strip()} for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
-        except Exception as error:  # a template is a program of its author's: it raises what it likes
-            raise BadRow(f"the chat template refuses this dialogue: {error}") from error
-
-
-_TEMPLATES = {t.name: t for t in (HumanAssistantTemplate, OneLineTemplate, ChatTemplate, PlainTemplate)}
-TEMPLATE_NAMES = tuple(_TEMPLATES)
-
-
-def build_template(name: str, tokenizer: PreTrainedTokenizerFast) -> Template:
-    """Return the template called `name`, one of TEMPLATE_NAMES.
-
-    Raises ValueError: unknown name, or a tokenizer that cannot serve it.
-    """
-    if name not in _TEMPLATES:
-        raise ValueError(f"--template {name} is unknown; use one of {', '.join(TEMPLATE_NAMES)}")
-    return _TEMPLATES[name](tokenizer)
+    def _text_after_reply(self, messages: Sequence[Message]) -> str:
+        return "".join(message.content for message in messages)
 
 
 def response_start(response_mask: Sequence[bool]) -> int:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -18,6 +18,10 @@ class BadRow(ValueError):
 
 class EmptyRow(BadRow):
     """A row of the right form with nothing in it; counted apart, never a reason to stop."""
+
+
+class RewritesPast(BadRow):
+    """A conversation of which a chat template shows earlier turns in another form once one follows."""
 
 
 class Message(NamedTuple):
@@ -64,6 +68,13 @@ class Example:
     for_pairs_only: bool = False  # the answer is not the best one: step 2 alone uses it
     is_rated: bool = False  # no pair: one answer, found good (`chosen`) or bad (`rejected`)
     absence: BadRow | None = None  # why a reply is not there; an EmptyRow where its data set leaves it out
+
+
+def one_for_each_reply(example: Example) -> list[Example]:
+    """Examples that have one reply to learn each: the learned turns of a conversation, in order."""
+    turns = [i for i, m in enumerate(example.prompt) if m.role == "assistant" and m.is_learned]
+    earlier = [replace(example, prompt=example.prompt[:i], chosen=example.prompt[i]) for i in turns]
+    return [replace(part, learn_all_turns=False) for part in (*earlier, example)]
 
 
 def missing_for(stage: int, example: Example, *, is_unpaired: bool = False) -> BadRow | None:

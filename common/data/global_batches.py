@@ -71,6 +71,7 @@ class GlobalBatches:
         self.groups = _rows_of_groups(groups)  # none: each row by itself
         self.max_of_group = max_of_group or len(dataset)
         self.num_rows = sum(map(self._num_of, self.groups)) or len(dataset)  # of an epoch
+        self.group_of = {row: number for number, rows in enumerate(self.groups) for row in rows}
         self.weights = {row: 1 / self._num_of(rows) for rows in self.groups for row in rows}
         self._order: tuple[int, list[int]] = -1, []  # of an epoch
         if max_tokens and row_lengths:
@@ -129,8 +130,15 @@ class GlobalBatches:
         lengths = [self.row_lengths[row] for row in rows]
         if self.is_packed and self.shared_lengths:
             lengths = [self._computed(row) for row in rows]
+        together = []
+        if self.groups and len(self.row_lengths[0]) == 1:  # rows of a conversation begin alike
+            together = [(self.group_of[row], 0) for row in rows]
         plan = plan_micro_batches(
-            lengths, num_ranks=self.world_size, max_tokens=self.max_tokens, is_packed=self.is_packed
+            lengths,
+            num_ranks=self.world_size,
+            max_tokens=self.max_tokens,
+            is_packed=self.is_packed,
+            shared=together,
         )
         return [[rows[i] for i in items] for items in plan[self.rank]]
 
@@ -146,14 +154,13 @@ class GlobalBatches:
             order = keep_together([self._draw(self.groups[i], generator) for i in order], self.global_rows)
         if not self.group_by_length:
             return order
-        group_of = {row: number for number, rows in enumerate(self.groups) for row in rows}
         window = WINDOW_BATCHES * self.global_rows
         batches: list[list[int]] = []
         for first in range(0, len(self) * self.global_rows, window):
             rows = order[first : min(first + window, len(self) * self.global_rows)]
             parts: dict[int, list[int]] = {}
             for row in rows:
-                parts.setdefault(group_of.get(row, -1 - row), []).append(row)
+                parts.setdefault(self.group_of.get(row, -1 - row), []).append(row)
             by_length = sorted(
                 parts.values(), key=lambda part: max(max(self.row_lengths[row]) for row in part)
             )

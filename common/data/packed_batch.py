@@ -242,7 +242,8 @@ def pad_rows(
 
 
 def collate_sft(rows: Rows) -> PackedBatch:
-    """Batch of step 1's rows: input_ids int64, loss_mask bool of their length.
+    """Batch of step 1's rows: input_ids int64, loss_mask bool of their length, the number of a row's
+    conversation where rows have one.
 
     loss_mask is True where the token itself is a target (the hidden state one position before predicts it);
     a row's first token never is.
@@ -251,6 +252,8 @@ def collate_sft(rows: Rows) -> PackedBatch:
     loss_mask = torch.tensor([is_target for row in rows for is_target in row["loss_mask"]], dtype=torch.bool)
     loss_mask &= token_positions(lengths) > 0  # nothing stands before a first token
     batch = PackedBatch(_unique_ids(rows), {"input_ids": input_ids}, {"input_ids": lengths})
+    if "conversation" in rows[0]:
+        batch = batch.with_numbers("conversation", torch.tensor([row["conversation"] for row in rows]))
     return batch.with_key("loss_mask", loss_mask, like="input_ids")
 
 

@@ -174,9 +174,10 @@ def _items(
             of_prompt: dict[object, int] = {}
             for number, example in enumerate(examples):
                 name = row_id if len(examples) == 1 else f"{row_id}#{number}"
-                if example.prompt not in of_prompt:
-                    of_prompt[example.prompt] = next(prompt_indexes)
-                item = Item(example, name, rows.location(index), of_prompt[example.prompt], fields)
+                group = example.prompt if options.kind == "pair" else number
+                if group not in of_prompt:
+                    of_prompt[group] = next(prompt_indexes)
+                item = Item(example, name, rows.location(index), of_prompt[group], fields)
                 yield item, is_eval[number]
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
@@ -11,7 +12,7 @@ from pydantic import TypeAdapter
 from common.data.adapters.row_forms import SCORED, TREE
 from common.data.data_options import DataOptions
 from common.data.dialogue import Segment, Template, Tokenised, response_start, truncate
-from common.data.example import BadRow, Example
+from common.data.example import BadRow, Example, RewritesPast, one_for_each_reply
 from common.data.token_cache import DataReport
 
 MAX_FIELD_CHARACTERS = 4096  # of one field's JSON: answers and labels pass, whole documents do not
@@ -21,7 +22,7 @@ _AS_JSON = TypeAdapter(Any)  # NaN and infinity are null
 
 # What the rows of each kind hold: see token_cache.COLUMN_TYPES.
 COLUMNS = {
-    "sft": {"input_ids": "ids", "loss_mask": "mask", "row_id": "text"},
+    "sft": {"input_ids": "ids", "loss_mask": "mask", "conversation": "int", "row_id": "text"},
     "pair": {
         "chosen_ids": "ids",
         "rejected_ids": "ids",
@@ -48,7 +49,7 @@ class Item(NamedTuple):
     example: Example
     row_id: str
     location: str
-    prompt_index: int = 0  # the same of all pairs of a prompt
+    prompt_index: int = 0  # the same of all pairs of a prompt, and of all rows of a conversation
     fields: str = "{}"  # the raw row's other columns as JSON, where the step's rows have them
 
 
@@ -63,7 +64,9 @@ class RowBuilder:
     def build(self, items: Sequence[Item]) -> list[dict[str, Any]]:
         """Rows of Examples, tokenised together.
 
-        sft: input_ids, loss_mask (True = a target; never the first token, which nothing predicts).
+        sft: input_ids, loss_mask (True = a target; never the first token, which nothing predicts),
+            conversation: the same of all rows of one, which has several where the template rewrites earlier
+            turns: one for each reply.
         pair: chosen_ids and rejected_ids after the same context, where their responses start, margin,
             prompt_index (the same of all pairs of a prompt). A pair whose answers are alike teaches nothing
             and is skipped.
@@ -82,10 +85,12 @@ class RowBuilder:
 
     def _sft_row(self, item: Item, tokens: Tokenised) -> dict[str, Any]:
         row = self._truncate(tokens)
+        if item.example.text is None:
+            row = self._closed(row, is_response=False)
         ids, mask = row.input_ids, row.response_mask
         mask = [False] + (mask[1:] if self.options.loss_on == "response" else [True] * (len(ids) - 1))
         self._count(row)
-        return {"input_ids": ids, "loss_mask": mask}
+        return {"input_ids": ids, "loss_mask": mask, "conversation": item.prompt_index}
 
     def _pair_row(self, item: Item, *pair: Tokenised) -> dict[str, Any] | None:
         if pair[0].input_ids == pair[1].input_ids:
@@ -96,6 +101,7 @@ class RowBuilder:
         if chosen.input_ids == rejected.input_ids:
             self.report.num_identical_truncated += 1
             return None
+        chosen, rejected = (self._closed(row, is_response=True) for row in (chosen, rejected))
         self._count(chosen, rejected)
         return {
             "chosen_ids": chosen.input_ids,
@@ -117,7 +123,7 @@ class RowBuilder:
     def _prompt_row(self, item: Item, tokens: Tokenised) -> dict[str, Any]:
         row = self._truncate(tokens)
         self._count(row)
-        text = self.template.prompt_text(item.example.prompt)
+        text = self.template.prompt_text(item.example.prompt, item.example.tools)
         messages = json.dumps([message.as_dict() for message in item.example.prompt])
         row_texts = {"prompt_text": text, "messages": messages, "fields": item.fields}
         return {"prompt_ids": row.input_ids} | row_texts
@@ -129,24 +135,36 @@ class RowBuilder:
 
     def _texts(self, example: Example) -> list[list[Segment]]:
         """The texts of an Example that are tokenised: two of a pair, else one."""
-        segments, prompt, kind = self.template.segments, example.prompt, self.options.kind
+        prompt, kind = example.prompt, self.options.kind
+        segments = partial(self.template.segments, prompt, tools=example.tools)
         if kind == "prompt":
-            return [segments(prompt, None)]
+            return [segments(None)]
         if kind == "pair":
-            return [segments(prompt, answer) for answer in (example.chosen, example.rejected)]
+            return [segments(answer) for answer in (example.chosen, example.rejected)]
         if kind == "rated":
-            return [segments(prompt, example.rejected if example.chosen is None else example.chosen)]
+            return [segments(example.rejected if example.chosen is None else example.chosen)]
         if example.text is not None:
             return [self.template.text_segments(example.text)]
-        return [segments(prompt, example.chosen, learn_all_turns=example.learn_all_turns)]
+        return [segments(example.chosen, learn_all_turns=example.learn_all_turns)]
+
+    def _shown(self, item: Item) -> list[tuple[Item, list[list[Segment]]]]:
+        """The texts of an item, by replies where the template rewrites earlier turns. Raises BadRow."""
+        try:
+            return [(item, self._texts(item.example))]
+        except RewritesPast:
+            examples = one_for_each_reply(item.example)
+        self.report.num_split += 1
+        names = [f"{item.row_id}#{number}" for number in range(len(examples))]
+        parts = [item._replace(example=e, row_id=n) for e, n in zip(examples, names, strict=True)]
+        return [(part, self._texts(part.example)) for part in parts]
 
     def _tokenise(self, items: Sequence[Item]) -> list[tuple[Item, list[Tokenised]]]:
         """Items that the template can show, each with the tokens of its texts, from one batch."""
         kept, segments = [], []
         for item in items:
             try:
-                texts = self._texts(item.example)
-                for segment in (segment for text in texts for segment in text):
+                parts = self._shown(item)
+                for segment in (segment for _, texts in parts for text in texts for segment in text):
                     segment.text.encode()
             except UnicodeEncodeError as error:
                 reason = f"the text has half of a surrogate pair at character {error.start}"
@@ -154,21 +172,22 @@ class RowBuilder:
             except BadRow as error:
                 self.report.add_bad(item.location, str(error))
             else:
-                kept.append(item)
-                segments += texts
+                kept += [part for part, _ in parts]
+                segments += [text for _, texts in parts for text in texts]
         flat = iter(self.template.tokenise_batch(segments))
         rows = zip(flat, flat, strict=True) if self.options.kind == "pair" else zip(flat, strict=True)
         return [(item, self._shorten(item.example, list(row))) for item, row in zip(kept, rows, strict=True)]
 
     def _shorten(self, example: Example, rows: list[Tokenised]) -> list[Tokenised]:
         """The texts; where headers must stay, those after a prompt that leaves room for the response."""
-        max_tokens = self.options.max_tokens
+        max_tokens = self._max_tokens
         is_short = max(len(row.input_ids) for row in rows) <= max_tokens
         if is_short or not example.prompt or not self.template.keeps_headers:
             return rows
         room = max(max_tokens - max(map(_response_length, rows)), self._least_context())
         with suppress(BadRow):  # a template that refuses the rest: the row is cut on its left
-            shorter = replace(example, prompt=self.template.shorten(example.prompt, room))
+            prompt = self.template.shorten(example.prompt, room, example.tools)
+            shorter = replace(example, prompt=prompt)
             rows = self.template.tokenise_batch(self._texts(shorter))
             rows = [row._replace(is_truncated=True) for row in rows]
         return rows
@@ -176,7 +195,7 @@ class RowBuilder:
     def _truncate(self, row: Tokenised, max_response_tokens: int = 0) -> Tokenised:
         return truncate(
             row,
-            self.options.max_tokens,
+            self._max_tokens,
             bos_id=self.template.bos_id,
             max_response_tokens=max_response_tokens,
             min_context_tokens=self._least_context(),
@@ -185,6 +204,26 @@ class RowBuilder:
     def _least_context(self) -> int:
         """Tokens of context that a long response leaves: half of the row where headers must stay."""
         return self.options.max_tokens // 2 if self.template.keeps_headers else 1
+
+    @property
+    def _closing_ids(self) -> list[int]:
+        """What follows the end of turn in rows of this step; pairs of a policy end with it."""
+        is_closed = self.options.kind == "sft" or self.options.is_scored
+        return self.template.closing_ids if is_closed else []
+
+    @property
+    def _max_tokens(self) -> int:
+        return self.options.max_tokens - len(self._closing_ids)
+
+    def _closed(self, row: Tokenised, *, is_response: bool) -> Tokenised:
+        """The row with the template's closing, unless its end was cut."""
+        if row.input_ids[-1:] != [self.template.eot_id]:
+            return row
+        ids = row.input_ids + self._closing_ids
+        return row._replace(
+            input_ids=ids,
+            response_mask=row.response_mask + [is_response] * (len(ids) - len(row.input_ids)),
+        )
 
 
 def _response_length(row: Tokenised) -> int:

@@ -179,6 +179,7 @@ class DataReport:
     num_bad_answers: int = _count("answers are bad, by their label or their pairs")
     num_dropped_pairs: int = _count("pairs beyond --max_pairs_per_prompt: epochs draw from them")
     num_straddling: int = _count("rows with a token that starts in the prompt and ends in the response")
+    num_split: int = _count("conversations are one row a reply: the chat template rewrites earlier turns")
     num_tokens: int = 0
     bad_rows: list[str] = field(default_factory=list)  # "file:line: reason", the first few
     notes: list[str] = field(default_factory=list)  # what an adapter has to say of how it read its rows

@@ -110,7 +110,15 @@ class TokenizerArguments:
     """The end-of-turn token, one across all steps."""
 
     add_eot_token: bool = flag(False, "add --eot_token to the vocabulary if the tokenizer lacks it")
-    eot_token: str = flag("", "text of the end-of-turn token; empty: the tokenizer's EOS")
+    chat_template_kwargs: str = flag(
+        "",
+        'variables of the chat template as JSON, such as {"enable_thinking": false}; empty: those that the '
+        "model was trained with",
+    )
+    eot_token: str = flag(
+        "",
+        "text of the end-of-turn token; empty: the tokenizer's EOS, or what its chat template ends turns by",
+    )
     trust_remote_code: bool = flag(False, "run the code of a hub model", may_change=True)
 
 

@@ -91,7 +91,10 @@ def compute_nll_sum(
     `engine` is a PolicyModel or its engine; the batch has input_ids and loss_mask.
     """
     token_ids, is_target = batch.data["input_ids"], batch.data["loss_mask"]
-    inputs = build_model_inputs(token_ids, batch.lengths["input_ids"], is_packed=is_packed)
+    sizes = None
+    if "conversation" in batch.data:  # its rows begin alike
+        sizes = torch.unique_consecutive(batch.numbers("conversation"), return_counts=True)[1]
+    inputs = build_model_inputs(token_ids, batch.lengths["input_ids"], is_packed=is_packed, group_sizes=sizes)
     slots = inputs.slots_before(is_target)
     return -engine(inputs, slots, token_ids[is_target], score=summed_logprobs, temperature=temperature)
 

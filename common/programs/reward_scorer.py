@@ -2,12 +2,14 @@
 
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from common.data.dialogue import Tokenised, build_template
+from common.data.chat_template import build_template
+from common.data.dialogue import Tokenised
 from common.data.example import Message
 from common.data.packed_batch import pack_rows, score_by_length
 from common.flags.args import TokenizerArguments
@@ -29,14 +31,18 @@ class RewardScorer:
         *,
         batch_size: int,
         max_tokens: int = 0,
+        closing_ids: Sequence[int] = (),
         facts: dict[str, Any] | None = None,
     ) -> None:
-        """`max_tokens` 0 is the model's own limit; `facts` is what GET /health answers."""
+        """`max_tokens` 0 is the model's own limit; `closing_ids` are those of `closing_of`; `facts` is what
+        GET /health answers.
+        """
         self.model, self.batch_size = model, batch_size
         num_positions = getattr(model.classifier.config, "max_position_embeddings", None)
         self.max_tokens = max_tokens or num_positions or sys.maxsize
         # A prompt and its continuation, both to the letter: the prompt's own form is already in its text.
         self.template = build_template("plain", tokenizer)
+        self.closing_ids = closing_ids
         self.facts = facts or {}
         self._lock = threading.Lock()  # requests come in threads; the device has memory for one batch
 
@@ -46,14 +52,19 @@ class RewardScorer:
 
     def score_rows(self, rows: list[Tokenised]) -> list[float]:
         """Return one fp32 score for each row, whose response ends with the end of turn."""
-        tokens = [list(zip(row.input_ids, row.response_mask, strict=True)) for row in rows]
+        closing = [(token_id, True) for token_id in self.closing_ids]
+        tokens = []
+        for row in rows:
+            is_whole = row.input_ids[-1:] == [self.template.eot_id]
+            pairs = list(zip(row.input_ids, row.response_mask, strict=True))
+            tokens.append(pairs + closing if is_whole else pairs)
         with self._lock:
             return score_by_length(tokens, self.batch_size, self._score_batch)
 
     def encode(self, prompt: str, response: str) -> Tokenised:
         """Return the tokens of both and of the end of turn, as a row of training has them."""
         segments = self.template.segments([Message("user", prompt)], response)
-        return self.template.encode(segments, self.max_tokens)
+        return self.template.encode(segments, self.max_tokens - len(self.closing_ids))
 
     @torch.no_grad()
     def _score_batch(self, rows: list[list[tuple[int, bool]]]) -> list[float]:

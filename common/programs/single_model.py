@@ -13,7 +13,7 @@ from common.engine.ds_config import build_engine, config_of
 from common.engine.engine_step import LossTerm, compute_gradients, take_steps
 from common.flags.args import Problems
 from common.models.four_bit import refusals
-from common.programs import startup
+from common.programs import conversation_form, startup
 from common.programs.startup import Start
 from common.programs.training_loop import build_logger, run_steps, runs_packed, save_model
 from common.ranks import distributed, watchdog
@@ -213,7 +213,9 @@ def train(
 
     run_steps(run, train_step, evaluate)
     if args.output_dir:
-        metadata = {"step": trainer.kind, "template": args.template} | run.facts
+        metadata = {"step": trainer.kind} | conversation_form.describe_form(args) | run.facts
+        if start.options.is_scored:
+            metadata[conversation_form.READS_CLOSING] = True
         save_model(start, logger, trainer.engine.module, metadata)
     logger.close()
     run.finish()

@@ -19,21 +19,22 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from common.data.data_options import DataOptions, check_sources
-from common.data.dialogue import Template, build_template, load_tokenizer
+from common.data.dialogue import Template
 from common.data.registry import import_plugins
 from common.data.stage_datasets import preview_rows
+from common.data.tokenizer import load_tokenizer
 from common.engine.ds_config import effective_zero_stage, load_overrides
 from common.flags.args import Problems, RunArguments, parse_args
 from common.flags.optimizer import check_optimizer
 from common.flags.problems import has_hub_form, no_effect_notes
 from common.models.lora import linear_module_names, lora_targets
 from common.models.saved_adapters import base_of, is_adapter, tokenizer_of
+from common.programs.conversation_form import find_template
 from common.programs.memory_check import check_memory
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused, TooManyBadSteps, first_line, say
 from common.runs import run_files
 from common.runs.durable_files import SaveFailed
-from common.runs.export import read_metadata
 from common.runs.resume import EarlierRun, find_run, settle_dtype
 from common.runs.run import STOPPED, Stopped
 from common.runs.run_logger import missing_trackers
@@ -255,36 +256,6 @@ def check_tokenizer(
             flag=flag,
         )
     return None
-
-
-def find_template(
-    flag: str, name_or_path: str, args: Any, tokenizer: PreTrainedTokenizerFast | None, problems: Problems
-) -> tuple[Template | None, list[str]]:
-    """Return the template of a run that begins with this model, and notes; None after adding a problem.
-
-    It is --template, else what the model's triptych.json says, else human_assistant; `args` gets its name.
-    """
-    if tokenizer is None:
-        return None, []
-    given, notes = args.template, []
-    try:
-        recorded = read_metadata(name_or_path).get("template", "")
-        args.template = given or recorded or "human_assistant"
-        template = build_template(args.template, tokenizer)
-    except ValueError as error:
-        problems.add(f"{flag} {name_or_path}: {error}")
-        return None, []
-    if recorded and recorded != args.template:
-        notes.append(
-            f"--template {given}: {name_or_path} was trained with --template {recorded}; leave the flag out "
-            "to keep that"
-        )
-    if tokenizer.chat_template and not given and not recorded:
-        notes.append(
-            f"{flag} {name_or_path} has a chat template of its own, which is not used: the dialogues are "
-            "Human:/Assistant: text; --template chat uses it"
-        )
-    return template, notes
 
 
 def check_length(config: Any, num_tokens: int, flags: str, problems: Problems) -> None:

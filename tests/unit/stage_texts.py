@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from common.data import hub_data
-from common.data.dialogue import build_template
+from common.data.chat_template import build_template
 from common.data.raw_rows import RawRows
 from common.data.stage_datasets import DataOptions, StageData, build_data
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 import chat
 from chat import SideBySide, printable
-from common.data.dialogue import load_tokenizer
+from common.data.tokenizer import load_tokenizer
 from serving.answering import Answerer
 
 

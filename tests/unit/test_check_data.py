@@ -7,7 +7,7 @@ from stage_texts import SHARES, make_options
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from common.data.dialogue import build_template
+from common.data.chat_template import build_template
 from common.data.stage_datasets import build_data
 from tools.check_data import (
     CONTEXT,

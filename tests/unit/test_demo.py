@@ -12,7 +12,8 @@ import torch
 from made_runs import write_run
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from common.data.dialogue import Tokenised, build_template
+from common.data.chat_template import build_template
+from common.data.dialogue import Tokenised
 from training_scripts.demo import build_inputs, composed, measure, text_measures
 from training_scripts.demo.build_inputs import Turn
 from training_scripts.demo.measure import NUMBERS, format_summary, missed_aims

@@ -6,18 +6,13 @@ import pytest
 from tokenizers import processors
 
 from common.data.adapters.row_forms import read_row
+from common.data.chat_template import build_template
 from common.data.data_options import DataOptions
-from common.data.dialogue import (
-    Segment,
-    Tokenised,
-    build_template,
-    load_tokenizer,
-    truncate,
-    vocabulary_difference,
-)
+from common.data.dialogue import Segment, Tokenised, truncate
 from common.data.example import BadRow, Example, Message
 from common.data.stage_rows import Item, RowBuilder
 from common.data.token_cache import DataReport
+from common.data.tokenizer import load_tokenizer, vocabulary_difference
 
 QUESTION = (Message("user", "How are you today?"),)
 SAID = (Message("system", "Be kind."), *QUESTION, Message("assistant", "Fine."))
@@ -192,7 +187,7 @@ def test_a_chat_prompt_that_is_too_long_keeps_its_headers_and_system_prompt(make
         for text in texts:
             assert text.startswith(f"{head}begin How") and " ... " in text
             assert "end<|endoftext|>\n<|assistant|>\n" in text and "Fine." not in text
-        assert texts[0].endswith("<|assistant|>\nBye.<|endoftext|>") and report.num_truncated == 3
+        assert texts[0].endswith("<|assistant|>\nBye.<|endoftext|>\n") and report.num_truncated == 3
     texts, report = rows_of((*SAID, Message("user", "Good!")), "Bye. " * 99, 140)
     assert all(text.startswith(head) for text in texts) and texts[0].count("Bye.") > 10
 

@@ -11,7 +11,7 @@ from rollout_batches import make_batch
 from test_algorithms import NAMES, by_hand, make_args, run
 from test_dialogue import CHAT_JINJA
 
-from common.data.dialogue import build_template
+from common.data.chat_template import build_template
 from common.data.example import Message
 from common.data.packed_batch import collate_prompts
 from common.ranks.failures import StepRefused

@@ -9,8 +9,8 @@ import pytest
 import torch
 from rollout_batches import make_rollout_batch
 
+from common.data.chat_template import build_template
 from common.data.data_options import DataOptions
-from common.data.dialogue import build_template
 from common.data.packed_batch import ROW_IDS
 from common.data.stage_datasets import build_data
 from common.flags.args import Problems

@@ -12,7 +12,7 @@ from plain_logits import compute_logits
 from tiny_configs import FAMILIES
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from common.data.dialogue import load_tokenizer
+from common.data.tokenizer import load_tokenizer
 from common.flags.args import Problems
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.lora import LoraOptions, add_lora

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from common.data.adapters.base import ADAPTERS, Adapter
 from common.data.adapters.row_forms import ROW_FORMS
+from common.data.chat_template import build_template
 from common.data.data_options import DataOptions, check_sources
-from common.data.dialogue import build_template
 from common.data.example import BadRow
 from common.data.raw_rows import RawRows
 from common.data.stage_datasets import build_data

@@ -17,9 +17,10 @@ from arena_fakes import real_server
 from fastapi.testclient import TestClient
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from common.data.dialogue import build_template, load_tokenizer
+from common.data.chat_template import build_template
 from common.data.example import Message
 from common.data.packed_batch import PackedBatch, collate_pairs
+from common.data.tokenizer import load_tokenizer
 from common.flags.access_token import client_token, server_token
 from common.flags.args import Problems
 from common.models.loading import ModelOptions
@@ -40,7 +41,8 @@ def load_scorer(export: str) -> serve.RewardScorer:
     problems = Problems()
     args = serve.ServeArguments(model_name_or_path=export, dtype="fp32", batch_size=2)
     tokenizer = serve.startup.check_tokenizer("--model_name_or_path", export, args, problems)
-    return serve.load_scorer(args, tokenizer)
+    template, _ = serve.conversation_form.find_template("", export, args, tokenizer, problems)
+    return serve.load_scorer(args, template)
 
 
 @pytest.fixture

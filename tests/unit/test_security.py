@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from tiny_configs import tiny_config
 
 from common.data import hub_data
-from common.data.dialogue import build_template, load_tokenizer
+from common.data.chat_template import build_template
 from common.data.registry import load_source
+from common.data.tokenizer import load_tokenizer
 from common.flags.args import Problems
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.value_model import has_saved_head, load_value_model

@@ -17,8 +17,8 @@ import stage_texts
 from stage_texts import END, make_options, texts
 
 from common.data import stage_datasets
+from common.data.chat_template import build_template
 from common.data.data_options import check_sources, is_held_out, parse_data_split, share_indexes
-from common.data.dialogue import build_template
 from common.data.registry import load_source
 from common.data.stage_datasets import build_data, build_pretraining, preview_rows
 from common.data.stage_rows import MAX_FIELD_CHARACTERS, build_row_fields

@@ -1,15 +1,18 @@
 """Checks before any model is loaded. The programs' own tests show each message as a user sees it."""
 
 import contextlib
+import json
 from unittest import mock
 
 import pytest
 import torch
 from pretended_gpu import pretended_gpu
 
+from common.data.example import Message
 from common.flags.args import Problems
 from common.models import model_flops
-from common.programs.startup import OF_A_GROUP, check_device, check_environment, check_run, find_template
+from common.programs.conversation_form import describe_form, find_template
+from common.programs.startup import OF_A_GROUP, check_device, check_environment, check_run
 from common.ranks import distributed
 from common.runs.resume import settle_dtype
 from step1_sft.arguments import SFTArguments
@@ -46,7 +49,7 @@ def test_gradients_are_summed_in_fp32_where_a_step_can_still_be_refused(stage, o
 
 
 def test_the_template_that_a_model_was_trained_with_is_the_default(tmp_path, make_tokenizer):
-    """Another one is told; so is a chat template that is not used."""
+    """Another one is named; without a record a chat template is used, by the token that it ends turns with."""
     tokenizer = make_tokenizer()
 
     def found(given: str = "") -> tuple[str, str]:
@@ -63,8 +66,51 @@ def test_the_template_that_a_model_was_trained_with_is_the_default(tmp_path, mak
     (tmp_path / "triptych.json").write_text("{}")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
     name, said = found()
-    assert name == "human_assistant" and "has a chat template of its own, which is not used" in said
-    assert found("chat") == ("chat", "")
+    assert name == "chat" and "has a chat template, which is used; --template human_assistant" in said
+    assert found("chat") == ("chat", "") and found("human_assistant") == ("human_assistant", "")
+    (tmp_path / "triptych.json").write_text('{"template": "human_assistant"}')
+    assert found() == ("human_assistant", "")
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("given", ["", "<|endoftext|>"])
+def test_the_token_that_a_chat_template_ends_turns_with_becomes_eos_unless_another_is_given(
+    given, tmp_path, make_tokenizer
+):
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = CHATML
+    args, problems = SFTArguments(eot_token=given), Problems()
+    template, notes = find_template("--model_name_or_path", str(tmp_path), args, tokenizer, problems)
+    if given:
+        assert template is None and "pass that token by --eot_token" in problems.messages[0]
+    else:
+        assert tokenizer.eos_token == template.eot_token == "<|im_end|>" and not problems.messages
+        assert "turns end with '<|im_end|>'" in notes[0]
+
+
+def test_variables_of_a_chat_template_are_recorded_and_taken_up(tmp_path, make_tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{{ brief }}{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    )
+    args = SFTArguments(chat_template_kwargs='{"brief": "Be brief."}')
+    template, _ = find_template("--model_name_or_path", str(tmp_path), args, tokenizer, Problems())
+    assert template.prompt_text([Message("user", "Hi")]).startswith("Be brief.Hi")
+    (tmp_path / "triptych.json").write_text(json.dumps(describe_form(args)))
+    later = SFTArguments()
+    again, _ = find_template("--model_name_or_path", str(tmp_path), later, tokenizer, Problems())
+    assert again.digest() == template.digest() and later.template == "chat"
+    for wrong, word in (("[1]", "object"), ("{brief", "not JSON")):
+        problems = Problems()
+        args = SFTArguments(chat_template_kwargs=wrong, template="chat")
+        find_template("--model_name_or_path", str(tmp_path), args, tokenizer, problems)
+        assert word in problems.messages[0]
 
 
 def problems_in(monkeypatch, **environment: str) -> list[str]:

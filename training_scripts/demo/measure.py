@@ -29,9 +29,11 @@ if not __package__:  # run as a script: import from the repository root, not fro
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from common.data.adapters.row_forms import read_row
-from common.data.dialogue import Template, Tokenised, build_template, load_tokenizer
+from common.data.chat_template import build_template
+from common.data.dialogue import Template, Tokenised
 from common.data.example import Example
 from common.data.packed_batch import pad_rows
+from common.data.tokenizer import load_tokenizer
 from common.programs.startup import quiet_libraries
 from tools.report.run_reader import read_run
 from training_scripts.demo.build_inputs import load_conversations, turns_of

@@ -1,0 +1,266 @@
+"""The tokenizer's own chat template as a form of dialogue; forms by their names.
+
+A row is cut out of what the template renders of its conversation: byte for byte what other programs render.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from os.path import commonprefix
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from common.data.dialogue import (
+    EXCHANGE,
+    HumanAssistantTemplate,
+    OneLineTemplate,
+    PlainTemplate,
+    Segment,
+    Template,
+    as_reply,
+)
+from common.data.example import BadRow, Message, RewritesPast
+
+GAP = " ... "  # stands where a question has lost its middle
+
+
+class OtherEndOfTurn(ValueError):
+    """A chat template ends a turn by `token`, which is not the tokenizer's eos."""
+
+    def __init__(self, token: str, reason: str) -> None:
+        super().__init__(reason)
+        self.token = token
+
+
+class ChatTemplate(Template):
+    """The tokenizer's own chat template: a row is the text that it renders, to the letter."""
+
+    name = "chat"
+    keeps_headers = True
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, variables: str = "") -> None:
+        """Learn by probes what ends a reply, what stands behind that, and where a thought is given.
+
+        `variables` is a JSON object of what the chat template is rendered with besides. Raises ValueError: it
+        is none, there is no chat template, it leaves out what is said, or it ends no turn;
+        OtherEndOfTurn: it ends a turn by another token than the tokenizer's eos.
+        """
+        super().__init__(tokenizer)
+        if not tokenizer.chat_template:
+            raise ValueError(
+                "--template chat: the tokenizer has no chat template; use --template human_assistant, or a "
+                "tokenizer with a chat_template.jinja"
+            )
+        self._form = json.dumps(["whole", tokenizer.chat_template, variables])
+        self._variables = _read_variables(variables)
+        self._thought_key = ""  # what a turn's reasoning is called
+        question, reply = EXCHANGE
+        shown = self._render(EXCHANGE)
+        if question.content not in shown or reply.content not in shown:
+            raise ValueError(
+                "--template chat: the tokenizer's chat template leaves out what the user or the assistant "
+                "says; use --template human_assistant, or mend the chat template"
+            )
+        end = shown.rpartition(reply.content)[2]
+        self.has_end = self.eot_token in end
+        self._check_end(end)
+        closing = end.partition(self.eot_token)[2]
+        _, *self._closing_ids = self._fast.encode(self.eot_token + closing, add_special_tokens=False).ids
+        for key in ("reasoning_content", "thinking", "reasoning"):
+            thinks = reply._replace(extras=json.dumps({key: "probe thought"}))
+            if "probe thought" in self._render([question, thinks]):
+                self._thought_key = key
+                break
+
+    def _check_end(self, end: str) -> None:
+        """Raise where a reply is followed by another token than eos, or by none and a turn by one."""
+        if end.strip().startswith(self.eot_token):
+            return
+        after = self._render([*EXCHANGE, EXCHANGE[0]]).partition(EXCHANGE[1].content)[2]
+        ids = self._fast.encode(after.strip(), add_special_tokens=False).ids
+        token = self._fast.id_to_token(ids[0]) if ids else ""
+        if end.strip():
+            raise OtherEndOfTurn(
+                token if end.strip().startswith(token) and token in self.tokenizer.get_added_vocab() else "",
+                f"--template chat ends a turn by {end.strip()!r}, but the tokenizer's eos is "
+                f"{self.eot_token!r}, so generation would not stop there; pass that token by --eot_token",
+            )
+        if token != self.eot_token and token in self.tokenizer.get_added_vocab():
+            raise ValueError(
+                f"--template chat ends no turn of the assistant, and the tokenizer's eos {self.eot_token!r} "
+                f"is not what follows one; pass --eot_token '{token}', which begins the next turn"
+            )
+
+    @property
+    def closing_ids(self) -> list[int]:
+        """See `Template.closing_ids`."""
+        return self._closing_ids
+
+    def segments(
+        self,
+        prompt: Sequence[Message],
+        response: str | Message | None,
+        *,
+        learn_all_turns: bool = False,
+        tools: str = "",
+    ) -> list[Segment]:
+        """See `Template.segments`. Every piece is cut out of what the template renders."""
+        if response is None:
+            return [Segment(self._ask(prompt, tools), False)]
+        whole = (*prompt, as_reply(response))
+        learned = [i for i, m in enumerate(prompt) if m.role == "assistant" and m.is_learned]
+        pieces: list[Segment] = []
+        done = ""
+        for turn in [*(learned if learn_all_turns else []), len(prompt)]:
+            context, reply = self._last_turn(whole[: turn + 1], tools)
+            if not context.startswith(done):
+                raise RewritesPast("the chat template shows earlier turns in another form once one follows")
+            pieces += [Segment(context[len(done) :], False), Segment(reply, True)]
+            done = context + reply
+        return pieces
+
+    def _context(self, prompt: Sequence[Message], learn_all_turns: bool) -> list[Segment]:
+        return [Segment(self._ask(prompt, ""), False)]
+
+    def _ask(self, prompt: Sequence[Message], tools: str) -> str:
+        """The text by which the template asks for a reply. Raises BadRow: it leaves a part of the row out."""
+        text = self._render(prompt, tools, add_generation_prompt=True)
+        names = [tool_name(tool) for tool in json.loads(tools or "[]")]
+        names += [name for message in prompt for name in called_tools(message)]
+        said = [message.content for message in prompt if message.role == "user"]
+        self._check_shown([("a text of the user", part) for part in said], text)
+        self._check_shown([("a tool or a call of one", name) for name in names], text)
+        return text
+
+    def _last_turn(self, conversation: Sequence[Message], tools: str) -> tuple[str, str]:
+        """The text up to a conversation's last reply, and the reply up to its end-of-turn token.
+
+        Raises BadRow: the template does not show the reply where it asks for it, or not all of it.
+        """
+        *prompt, reply = conversation
+        asked, shown = self._ask(prompt, tools), self._render(conversation, tools)
+        if not shown.startswith(asked):
+            at = len(commonprefix([asked, shown]))
+            raise BadRow(
+                f"the chat template asks for a reply by {asked[at:]!r} where it shows this one as "
+                f"{shown[at : at + 40]!r}, so it would never be asked for; {self._cure(prompt, shown)}"
+            )
+        text = shown[len(asked) :]
+        thought, _, said = reply.content.rpartition("</think>")
+        reasoning = json.loads(reply.extras or "{}").get("reasoning_content", "")
+        parts = [("the reply", said), ("the thought", thought.rpartition("<think>")[2])]
+        parts += [("reasoning_content", reasoning)]
+        parts += [("tool_calls", name) for name in called_tools(reply)]
+        self._check_shown(parts, text)
+        head, end, _ = text.rpartition(self.eot_token)
+        if end or not self.has_end:
+            return asked, (head if end else text) + self.eot_token
+        text = text.rstrip()
+        last = self._fast.id_to_token(self._fast.encode(text, add_special_tokens=False).ids[-1])
+        if last not in self.tokenizer.get_added_vocab():
+            raise BadRow("the chat template does not end this reply, so the model would not learn to stop")
+        return asked, text
+
+    def _cure(self, prompt: Sequence[Message], shown: str) -> str:
+        """What makes the template ask for a reply as it shows it."""
+        variables = self._variables
+        for name in ("enable_thinking", "thinking"):
+            for value in (False, True):
+                self._variables = variables | {name: value}
+                asked = self._render(prompt, add_generation_prompt=True)
+                self._variables = variables
+                if shown.startswith(asked):
+                    return f"pass --chat_template_kwargs '{json.dumps({name: value})}'"
+        return "give the thought that the template opens (reasoning_content), or use another --template"
+
+    def _check_shown(self, parts: Sequence[tuple[str, str]], text: str) -> None:
+        for name, part in parts:
+            if self._without_eot(part).strip() not in text:
+                raise BadRow(f"the chat template does not show {name}: {part.strip()[:40]!r}")
+
+    def _text_after_reply(self, messages: Sequence[Message]) -> str:
+        after = self._ask((*EXCHANGE, *messages), "").partition(EXCHANGE[1].content)[2]
+        _, end, text = after.partition(self.eot_token)
+        if not end:
+            raise BadRow(
+                f"the chat template does not end an earlier reply by {self.eot_token!r}, so a conversation "
+                "cannot continue behind a reply"
+            )
+        return text
+
+    def shorten(self, prompt: Sequence[Message], max_tokens: int, tools: str = "") -> tuple[Message, ...]:
+        """See `Template.shorten`; a question that is too long alone loses its middle."""
+        *head, last = super().shorten(prompt, max_tokens, tools)
+        text, excess = last.content.strip(), self._count_tokens([*head, last], tools) - max_tokens
+        spans = self._fast.encode(text, add_special_tokens=False).offsets if excess > 0 else []
+        num_gap = len(self._fast.encode(GAP, add_special_tokens=False).ids)
+        for margin in (0, 4, 16):  # tokens at the sides of the gap may come out otherwise than before
+            num_kept = len(spans) - excess - num_gap - margin
+            if excess <= 0 or num_kept < 2:
+                break
+            begin, end = spans[num_kept // 2 - 1][1], spans[num_kept // 2 - num_kept][0]
+            last = last._replace(content=text[:begin] + GAP + text[end:])
+            if self._count_tokens([*head, last], tools) <= max_tokens:
+                break
+        return (*head, last)
+
+    def _render(
+        self, messages: Sequence[Message], tools: str = "", *, add_generation_prompt: bool = False
+    ) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                [self._turn(message) for message in messages],
+                tools=json.loads(tools) if tools else None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._variables,
+            )
+        except Exception as error:  # a template is a program of its author's: it raises what it likes
+            raise BadRow(f"the chat template refuses this dialogue: {error}") from error
+
+    def _turn(self, message: Message) -> dict[str, Any]:
+        """A message as the template reads it; white space around its text is dropped."""
+        turn = message.as_dict() | {"content": message.content.strip()}
+        if message.role == "assistant":
+            turn["content"] = self._without_eot(turn["content"]).strip()
+        if self._thought_key and "reasoning_content" in turn:
+            turn[self._thought_key] = turn.pop("reasoning_content")
+        return turn
+
+
+def _read_variables(text: str) -> dict[str, Any]:
+    try:
+        variables = json.loads(text or "{}")
+    except ValueError as error:
+        raise ValueError(f"--chat_template_kwargs {text}: it is not JSON: {error}") from error
+    if not isinstance(variables, dict):
+        raise ValueError(
+            f'--chat_template_kwargs {text}: give a JSON object, as {{"enable_thinking": false}}'
+        )
+    return variables
+
+
+def called_tools(message: Message) -> list[str]:
+    """Names of the tools that a message calls."""
+    return [tool_name(call) for call in json.loads(message.extras or "{}").get("tool_calls", [])]
+
+
+def tool_name(tool: Mapping[str, Any]) -> str:
+    """Name of a tool, or of a call of one, in OpenAI's form or bare."""
+    return str(tool.get("function", tool).get("name", ""))
+
+
+_TEMPLATES = {t.name: t for t in (HumanAssistantTemplate, OneLineTemplate, ChatTemplate, PlainTemplate)}
+TEMPLATE_NAMES = tuple(_TEMPLATES)
+
+
+def build_template(name: str, tokenizer: PreTrainedTokenizerFast, variables: str = "") -> Template:
+    """Build the template called `name`, one of TEMPLATE_NAMES; `variables` are of a chat template.
+
+    Raises ValueError: unknown name, or a tokenizer that cannot serve it.
+    """
+    if name not in _TEMPLATES:
+        raise ValueError(f"--template {name} is unknown; use one of {', '.join(TEMPLATE_NAMES)}")
+    if name == ChatTemplate.name:
+        return ChatTemplate(tokenizer, variables)
+    return _TEMPLATES[name](tokenizer)

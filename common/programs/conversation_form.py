@@ -1,0 +1,72 @@
+"""The form of conversations that a run or a saved model has: by flags, by its record, by its tokenizer."""
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from common.data.chat_template import ChatTemplate, OtherEndOfTurn, build_template
+from common.data.dialogue import Template
+from common.data.tokenizer import set_end_of_turn
+from common.flags.args import Problems
+from common.runs.export import read_metadata
+
+DEFAULT_TEMPLATE = "human_assistant"  # of a model whose tokenizer has no chat template
+READS_CLOSING = "reads_closing"  # in the metadata of a reward model that reads all that a template renders
+
+
+def find_template(
+    flag: str, name_or_path: str, args: Any, tokenizer: PreTrainedTokenizerFast | None, problems: Problems
+) -> tuple[Template | None, list[str]]:
+    """Return the template of a run that begins with this model, and notes; None after adding a problem.
+
+    It is --template, else what the model's triptych.json says, else the tokenizer's chat template, else
+    human_assistant; `args` gets its name and its variables. A chat template that ends turns by another token
+    of the vocabulary than eos makes that token the tokenizer's eos, unless --eot_token is given.
+    """
+    if tokenizer is None:
+        return None, []
+    record = read_metadata(name_or_path)
+    given, recorded = getattr(args, "template", ""), record.get("template", "")
+    is_default = not given and not recorded
+    args.template = given or recorded or (ChatTemplate.name if tokenizer.chat_template else DEFAULT_TEMPLATE)
+    if args.template == recorded:
+        args.chat_template_kwargs = args.chat_template_kwargs or record.get("chat_template_kwargs", "")
+    notes = []
+    try:
+        try:
+            template = build_template(args.template, tokenizer, args.chat_template_kwargs)
+        except OtherEndOfTurn as error:
+            if args.eot_token or not (error.token and set_end_of_turn(tokenizer, error.token)):
+                raise
+            template = build_template(args.template, tokenizer, args.chat_template_kwargs)
+            notes.append(
+                f"{flag} {name_or_path}: turns end with {error.token!r}, as its chat template has it"
+            )
+    except ValueError as error:
+        problems.add(f"{flag} {name_or_path}: {error}")
+        return None, []
+    if recorded and recorded != args.template:
+        notes.append(
+            f"--template {given}: {name_or_path} was trained with --template {recorded}; leave the flag out "
+            "to keep that"
+        )
+    if is_default and args.template == ChatTemplate.name:
+        notes.append(
+            f"{flag} {name_or_path} has a chat template, which is used; --template {DEFAULT_TEMPLATE} has "
+            "Human:/Assistant: text"
+        )
+    return template, notes
+
+
+def describe_form(args: Any) -> dict[str, str]:
+    """The form of a conversation, as an export's metadata records it and `find_template` reads it."""
+    form = {"template": args.template}
+    return form | ({"chat_template_kwargs": args.chat_template_kwargs} if args.chat_template_kwargs else {})
+
+
+def closing_of(path: str, template: Template) -> list[int]:
+    """Token ids behind the end of turn at the last of which a reward model reads its score, as readers of its
+    own chat template do; none for one that an earlier version of step 2 trained at the end of turn.
+    """
+    metadata = read_metadata(path)
+    return template.closing_ids if not metadata or metadata.get(READS_CLOSING) else []
