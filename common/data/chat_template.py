@@ -143,7 +143,7 @@ class ChatTemplate(Template):
             at = len(commonprefix([asked, shown]))
             raise BadRow(
                 f"the chat template asks for a reply by {asked[at:]!r} where it shows this one as "
-                f"{shown[at : at + 40]!r}, so it would never be asked for; {self._cure(prompt, shown)}"
+                f"{shown[at : at + 40]!r}, so it would never be asked for; {self._cure(conversation, shown)}"
             )
         text = shown[len(asked) :]
         thought, _, said = reply.content.rpartition("</think>")
@@ -161,17 +161,20 @@ class ChatTemplate(Template):
             raise BadRow("the chat template does not end this reply, so the model would not learn to stop")
         return asked, text
 
-    def _cure(self, prompt: Sequence[Message], shown: str) -> str:
+    def _cure(self, conversation: Sequence[Message], shown: str) -> str:
         """What makes the template ask for a reply as it shows it."""
+        *prompt, reply = conversation
         variables = self._variables
         for name in ("enable_thinking", "thinking"):
-            for value in (False, True):
-                self._variables = variables | {name: value}
-                asked = self._render(prompt, add_generation_prompt=True)
-                self._variables = variables
-                if shown.startswith(asked):
-                    return f"pass --chat_template_kwargs '{json.dumps({name: value})}'"
-        return "give the thought that the template opens (reasoning_content), or use another --template"
+            self._variables = variables | {name: False}
+            asked = self._render(prompt, add_generation_prompt=True)
+            self._variables = variables
+            if shown.startswith(asked):
+                return f"pass --chat_template_kwargs '{json.dumps({name: False})}'"
+        thinks = reply._replace(content=f"<think>\nprobe thought\n</think>\n\n{reply.content}")
+        if self._render([*prompt, thinks]).startswith(self._render(prompt, add_generation_prompt=True)):
+            return "give the thought that the template opens (reasoning_content)"
+        return "use another --template"
 
     def _check_shown(self, parts: Sequence[tuple[str, str]], text: str) -> None:
         for name, part in parts:

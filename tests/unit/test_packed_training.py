@@ -231,3 +231,51 @@ def test_a_cpu_cuts_large_steps_by_itself(is_packed, has_gpu, flag, rows, expect
     batches = single_model.build_global_batches(args, dataset, list, ["input_ids"])
     single_model.build_trainer(SFTTrainer, Start(args, None, None), Mock(), batches, 1)
     assert sorted(map(sorted, next(batches))) == expected
+
+
+@pytest.mark.parametrize("max_tokens", [0, 40])
+def test_what_rows_of_a_conversation_begin_with_is_computed_once(max_tokens, tiny_model_folder, monkeypatch):
+    """And losses and gradients are those of each row by itself; another conversation shares nothing."""
+    begin, ends = list(range(10, 30)), [[40, 41], [42, 43, 44], [45]]
+    rows = [
+        {
+            "input_ids": begin[:length] + end,
+            "loss_mask": [False] * length + [True] * len(end),
+            "conversation": number,
+            "row_id": f"{number}#{len(end)}",
+        }
+        for number, length in ((0, 8), (1, 14))
+        for end in ends
+    ]
+    model = PolicyModel(
+        load_causal_lm(ModelOptions(tiny_model_folder("llama"), dropout=0.0), 320), num_valid_tokens=320
+    )
+    alone = [compute_nll_sum(model, collate_sft([row]), is_packed=True) for row in rows]
+    expected = gradients(model, alone)
+
+    computed, forward = [], PolicyModel.forward
+
+    def spy(self, inputs, *args, **kwargs):
+        computed.append(inputs.num_tokens)
+        return forward(self, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(PolicyModel, "forward", spy)
+    batches = GlobalBatches(
+        rows,
+        collate_sft,
+        rows_per_micro_batch=6,
+        row_lengths=[(len(row["input_ids"]),) for row in rows],
+        groups=[row["conversation"] for row in rows],
+        max_tokens=max_tokens,
+    )
+    batches.is_packed = True
+    micro_batches = next(batches)
+    assert len(micro_batches) == (1 if not max_tokens else 2 + (max_tokens < 48))
+    losses = [compute_nll_sum(model, batch, is_packed=True) for batch in micro_batches]
+    torch.testing.assert_close(sum(losses), sum(alone), rtol=1e-5, atol=1e-5)
+    for name, gradient in gradients(model, losses).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+    whole = sum(len(row["input_ids"]) for row in rows)
+    if not max_tokens:
+        assert sum(computed) == whole - 2 * 8 - 2 * 14
+    assert sum(computed) < whole

@@ -1,4 +1,4 @@
-"""A reward model reads its score at the last token of what a chat template renders: in step 2, in step 3, at the
+"""A reward model reads its score at the last token of what a chat template renders: in steps 2 and 3, at the
 reward server and in plain transformers alike.
 """
 

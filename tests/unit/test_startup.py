@@ -49,7 +49,7 @@ def test_gradients_are_summed_in_fp32_where_a_step_can_still_be_refused(stage, o
 
 
 def test_the_template_that_a_model_was_trained_with_is_the_default(tmp_path, make_tokenizer):
-    """Another one is named; without a record a chat template is used, by the token that it ends turns with."""
+    """Another one is named; without a record a chat template is used."""
     tokenizer = make_tokenizer()
 
     def found(given: str = "") -> tuple[str, str]:
