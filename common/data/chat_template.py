@@ -5,6 +5,7 @@ A row is cut out of what the template renders of its conversation: byte for byte
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from os.path import commonprefix
 from typing import Any
 
@@ -66,11 +67,11 @@ class ChatTemplate(Template):
         self._check_end(end)
         closing = end.partition(self.eot_token)[2]
         _, *self._closing_ids = self._fast.encode(self.eot_token + closing, add_special_tokens=False).ids
-        for key in ("reasoning_content", "thinking", "reasoning"):
+        for key in ("reasoning", "thinking", "reasoning_content"):
             thinks = reply._replace(extras=json.dumps({key: "probe thought"}))
-            if "probe thought" in self._render([question, thinks]):
-                self._thought_key = key
-                break
+            with suppress(BadRow):  # a template may refuse the name
+                if "probe thought" in self._render([question, thinks]):
+                    self._thought_key = key
 
     def _check_end(self, end: str) -> None:
         """Raise where a reply is followed by another token than eos, or by none and a turn by one."""
@@ -233,14 +234,10 @@ class ChatTemplate(Template):
 
 def _read_variables(text: str) -> dict[str, Any]:
     try:
-        variables = json.loads(text or "{}")
-    except ValueError as error:
-        raise ValueError(f"--chat_template_kwargs {text}: it is not JSON: {error}") from error
-    if not isinstance(variables, dict):
-        raise ValueError(
-            f'--chat_template_kwargs {text}: give a JSON object, as {{"enable_thinking": false}}'
-        )
-    return variables
+        return dict(json.loads(text or "{}"))
+    except (TypeError, ValueError) as error:
+        cure = 'give a JSON object, as {"enable_thinking": false}'
+        raise ValueError(f"--chat_template_kwargs {text}: {error}; {cure}") from error
 
 
 def called_tools(message: Message) -> list[str]:
@@ -266,4 +263,8 @@ def build_template(name: str, tokenizer: PreTrainedTokenizerFast, variables: str
         raise ValueError(f"--template {name} is unknown; use one of {', '.join(TEMPLATE_NAMES)}")
     if name == ChatTemplate.name:
         return ChatTemplate(tokenizer, variables)
+    if variables:
+        raise ValueError(
+            f"--chat_template_kwargs {variables} does nothing with --template {name}; leave it out"
+        )
     return _TEMPLATES[name](tokenizer)

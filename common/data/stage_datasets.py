@@ -167,7 +167,7 @@ def _items(
             is_eval = [
                 rows is source.eval
                 or (eval_fraction > 0 and is_held_out(content, eval_fraction, options.seed))
-                for content in ([e.prompt for e in examples] if stage == 3 else [row] * len(examples))
+                for content in ([_said(e.prompt) for e in examples] if stage == 3 else [row] * len(examples))
             ]
             if options.kind == "pair" and len(examples) > options.max_pairs_per_prompt:
                 examples = _draw(examples, options, f"{options.seed} {row_id}", report, for_once=is_eval[0])
@@ -179,6 +179,11 @@ def _items(
                     of_prompt[group] = next(prompt_indexes)
                 item = Item(example, name, rows.location(index), of_prompt[group], fields)
                 yield item, is_eval[number]
+
+
+def _said(prompt: Sequence[Message]) -> list[tuple[str, ...]]:
+    """Roles and texts of a prompt, and what else its turns hold: what decides whether it is held out."""
+    return [message[: 3 if message.extras else 2] for message in prompt]
 
 
 def _usable(examples: Sequence[Example], options: DataOptions, report: DataReport) -> list[Example]:
@@ -199,7 +204,7 @@ def _usable(examples: Sequence[Example], options: DataOptions, report: DataRepor
     kept: dict[object, Example] = {}
     for example in usable:  # those that would give the same row of this step once
         answers = {1: (example.chosen, example.text), 2: (example.chosen, example.rejected), 3: ()}[stage]
-        kept.setdefault((example.prompt, answers), example)
+        kept.setdefault((example.prompt, example.tools, answers), example)
     return list(kept.values())
 
 

@@ -106,7 +106,7 @@ def test_variables_of_a_chat_template_are_recorded_and_taken_up(tmp_path, make_t
     later = SFTArguments()
     again, _ = find_template("--model_name_or_path", str(tmp_path), later, tokenizer, Problems())
     assert again.digest() == template.digest() and later.template == "chat"
-    for wrong, word in (("[1]", "object"), ("{brief", "not JSON")):
+    for wrong, word in (("[1]", "give a JSON object"), ("{brief", "property name")):
         problems = Problems()
         args = SFTArguments(chat_template_kwargs=wrong, template="chat")
         find_template("--model_name_or_path", str(tmp_path), args, tokenizer, problems)
