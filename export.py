@@ -88,13 +88,13 @@ def take_weights(module: nn.Module, checkpoint: Checkpoint, part: str) -> None:
 
 def build_metadata(args: Any, what: str, state: dict[str, Any]) -> dict[str, Any]:
     """Return what triptych.json says, as the run's own export has it; `state` is the checkpoint's."""
-    facts = state["progress"]["facts"]
+    facts, step = state["progress"]["facts"], state["progress"]["step"]
     if what == "critic":
-        return {"step": "critic"}
+        return {"step": "critic", "template": args.template}
     if isinstance(args, PPOArguments):
-        return ppo.build_metadata(args, facts, state["trainer"].get("evaluation", {}).get("metrics"))
+        return ppo.build_metadata(args, step, facts, state["trainer"].get("evaluation", {}))
     kind = "sft" if isinstance(args, SFTArguments) else args.kind
-    return {"step": kind, "template": args.template} | facts
+    return {"step": kind, "template": args.template} | training_loop.facts_at(step, facts)
 
 
 def check(

@@ -15,7 +15,14 @@ from common.flags.args import Problems
 from common.models.four_bit import refusals
 from common.programs import startup
 from common.programs.startup import Start
-from common.programs.training_loop import build_logger, run_steps, runs_packed, save_model
+from common.programs.training_loop import (
+    EVAL_STEP,
+    build_logger,
+    facts_at,
+    run_steps,
+    runs_packed,
+    save_model,
+)
 from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
 from common.runs.run import IntervalClock, Run
@@ -195,7 +202,7 @@ def train(
             max_batches=args.eval_iters,
         )
         with watchdog.phase("the evaluation", step, clock="evaluate"):
-            run.facts[trainer.fact] = trainer.evaluate(step, some)
+            run.facts |= {trainer.fact: trainer.evaluate(step, some), EVAL_STEP: step}
 
     with startup.as_problem(start.problems):
         run.begin()  # the first to write: the model is there
@@ -213,7 +220,7 @@ def train(
 
     run_steps(run, train_step, evaluate)
     if args.output_dir:
-        metadata = {"step": trainer.kind, "template": args.template} | run.facts
+        metadata = {"step": trainer.kind, "template": args.template} | facts_at(run.step, run.facts)
         save_model(start, logger, trainer.engine.module, metadata)
     logger.close()
     run.finish()

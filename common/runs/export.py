@@ -4,8 +4,10 @@ An export carries no adapter and no vocabulary padding: LoRA is merged in fp32 (
 touched) and the padding rows are cut off.
 """
 
+import contextlib
 import copy
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,17 +16,22 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
+from common.data.dialogue import build_template
 from common.models.loading import plain_model
 from common.models.lora import TrainedWeight, trained_weights
 from common.models.saved_adapters import ADAPTER_CONFIG, POOLING
 from common.ranks import distributed, watchdog
 from common.ranks.zero3 import gather_whole
-from common.runs.durable_files import WRITING, SaveFailed, publish_folder, without_nan
+from common.runs.durable_files import WRITING, SaveFailed, publish_folder, read_object, without_nan
+from common.runs.older_readers import add_older_names, add_older_tokenizer_names
 
-METADATA_FILE = "triptych.json"
+METADATA_FILE, TOKENIZER_CONFIG = "triptych.json", "tokenizer_config.json"
 NEW_PAD_TOKEN = "<|pad|>"
+# A pipeline shows the score itself where its problem is a regression, else a sigmoid of it.
+SCORE_LABEL = {"id2label": {0: "reward"}, "label2id": {"reward": 0}, "problem_type": "regression"}
 
 
 def gather_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -64,15 +71,48 @@ def save_export(
     """Write model and tokenizer to `folder`, replacing it only when the new one is whole.
 
     `model` is a transformers model, its PEFT wrapper, sharded or not. `metadata` goes to triptych.json
-    (template, step, held-out numbers), which chat.py and step 3 read. `needs_own_pad`: PAD must be no other
-    token, for transformers' classifiers look for the last token that is not PAD, and would not see an EOS
-    that is PAD too. Existing ids do not change. Every rank must call this. Raises SaveFailed.
+    (template, step, held-out numbers), which chat.py and step 3 read; its template is the tokenizer's chat
+    template. `needs_own_pad`: the model is a classifier, see `_prepare_tokenizer`. Existing ids do not
+    change. Every rank must call this. Raises SaveFailed.
     """
-    plain, state = plain_model(model), gather_state_dict(model)
-    if needs_own_pad and tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
-        tokenizer = copy.deepcopy(tokenizer)
-        tokenizer.add_special_tokens({"pad_token": NEW_PAD_TOKEN})
-    _replace(Path(folder), lambda new: _write_model(plain, state, tokenizer, new), tokenizer, metadata or {})
+    plain, state, metadata = plain_model(model), gather_state_dict(model), metadata or {}
+    tokenizer = _prepare_tokenizer(tokenizer, metadata, needs_own_pad=needs_own_pad)
+
+    def fill(temporary: Path) -> None:
+        _write_model(plain, state, tokenizer, temporary, SCORE_LABEL if needs_own_pad else {})
+
+    _replace(Path(folder), fill, tokenizer, metadata)
+
+
+def _prepare_tokenizer(
+    tokenizer: PreTrainedTokenizerFast,
+    metadata: dict[str, Any],
+    *,
+    needs_own_pad: bool,
+    pad_id: int | None = None,
+) -> PreTrainedTokenizerFast:
+    """Return a copy whose chat template is the form that was trained, and whose PAD is not EOS where it has
+    another one.
+
+    With `needs_own_pad` any special token may be PAD, and one is added where there is no other than EOS:
+    transformers' classifiers look for the last token that is not PAD, and would not see an EOS that is PAD
+    too. `pad_id` is the one to take, if it may be.
+    """
+    exported, eos = copy.deepcopy(tokenizer), tokenizer.eos_token
+    if "template" in metadata:
+        exported.chat_template = build_template(metadata["template"], tokenizer).chat_template
+    if pad_id != tokenizer.eos_token_id and pad_id in range(len(tokenizer)):
+        exported.pad_token = tokenizer.convert_ids_to_tokens(pad_id)
+    if exported.pad_token not in (None, eos):
+        return exported
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special -= {eos, tokenizer.bos_token}
+    usual = {token for token in special if "pad" in token.lower() or token == tokenizer.unk_token}
+    if usual or (special and needs_own_pad):
+        exported.pad_token = min(usual or special, key=lambda pad: ("pad" not in pad.lower(), len(pad), pad))
+    elif needs_own_pad:
+        exported.add_special_tokens({"pad_token": NEW_PAD_TOKEN})
+    return exported
 
 
 def _replace(
@@ -89,7 +129,7 @@ def _replace(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         fill(temporary)
-        tokenizer.save_pretrained(temporary)
+        _write_tokenizer(tokenizer, temporary)
         (temporary / METADATA_FILE).write_text(json.dumps(without_nan(metadata), indent=2))
         publish_folder(temporary, folder)
 
@@ -104,23 +144,74 @@ def _replace(
         ) from error
 
 
+def _write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write the tokenizer so that transformers 4 reads it as 5 does."""
+    tokenizer.save_pretrained(folder)
+    base = {}
+    if tokenizer.name_or_path:
+        with contextlib.suppress(OSError, ValueError):  # gone since it was loaded
+            base = get_tokenizer_config(tokenizer.name_or_path)
+    config = read_object(folder / TOKENIZER_CONFIG)
+    add_older_tokenizer_names(config, base, tokenizer)
+    _write_json(folder / TOKENIZER_CONFIG, config)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(
+        json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+
+
 def _write_model(
-    plain: PreTrainedModel, state: dict[str, torch.Tensor], tokenizer: PreTrainedTokenizerFast, folder: Path
+    plain: PreTrainedModel,
+    state: dict[str, torch.Tensor],
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    changes: dict[str, Any],
 ) -> None:
-    """Write weights, as many rows of them as there are tokens, and configuration; `plain` is not changed."""
+    """Write weights, as many rows of them as there are tokens, and configuration with these changes; `plain`
+    is not changed.
+    """
     num_rows = max(plain.num_exported_rows, len(tokenizer))
     _set_num_rows(plain, state, num_rows)
-    token_ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     exported = copy.copy(plain)  # the same modules, with configurations of its own
     exported.config = copy.deepcopy(plain.config)
-    exported.config.update({"use_cache": True, **token_ids})
+    exported.config.update({"use_cache": True} | changes)
     if getattr(plain, "hf_quantizer", None):  # the weights are unpacked
         exported.hf_quantizer = None
         del exported.config.quantization_config
     exported.config.get_text_config().vocab_size = num_rows
+    for config in (exported.config, exported.config.get_text_config()):
+        config.update(_token_ids(tokenizer, config))
     if getattr(plain, "generation_config", None) is not None:
-        exported.generation_config = _savable_generation_config(plain.generation_config, token_ids)
+        exported.generation_config = _savable_generation_config(plain.generation_config, tokenizer)
     exported.save_pretrained(folder, state_dict=state)
+    config = read_object(folder / "config.json")
+    add_older_names(config)
+    _write_json(folder / "config.json", config)
+
+
+def _token_ids(tokenizer: PreTrainedTokenizerFast, config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the ids that a configuration must name.
+
+    Where PAD is EOS there is none: a classifier that begins with this model would not see the EOS, and torch
+    would not train it, for the embedding of PAD gets no gradient.
+    """
+    pad_id, eos_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    ids = {"pad_token_id": None if pad_id == eos_id else pad_id}
+    is_list = isinstance(getattr(config, "eos_token_id", None), list)
+    ids["eos_token_id"] = _stop_ids(tokenizer, config) if is_list else eos_id
+    return ids | ({} if tokenizer.bos_token_id is None else {"bos_token_id": tokenizer.bos_token_id})
+
+
+def _stop_ids(
+    tokenizer: PreTrainedTokenizerFast, base: PreTrainedConfig | GenerationConfig
+) -> int | list[int]:
+    """Return the tokens that end an answer: the tokenizer's EOS first, then those of the base."""
+    of_base = base.eos_token_id
+    of_base = of_base if isinstance(of_base, list) else [of_base]
+    ids = list(dict.fromkeys([tokenizer.eos_token_id, *(i for i in of_base if i is not None)]))
+    return ids if len(ids) > 1 else ids[0]
 
 
 def _set_num_rows(model: PreTrainedModel, state: dict[str, torch.Tensor], num_rows: int) -> None:
@@ -135,19 +226,35 @@ def _set_num_rows(model: PreTrainedModel, state: dict[str, torch.Tensor], num_ro
             state[name] = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]).contiguous()
 
 
-def _savable_generation_config(generation_config: GenerationConfig, token_ids: dict[str, Any]) -> Any:
-    """Return a copy with these token ids, and with nothing else where transformers would not save it.
+def _savable_generation_config(
+    generation_config: GenerationConfig, tokenizer: PreTrainedTokenizerFast
+) -> GenerationConfig:
+    """Return a copy with the tokenizer's ids and all stop tokens, without what transformers would not save.
 
     Some published ones name a temperature without do_sample, or a length penalty without beams; transformers
     saves those back only as they were.
     """
     changed = copy.deepcopy(generation_config)
-    vars(changed).update(token_ids)
-    try:
-        changed.validate(strict=True)
-        return changed
-    except ValueError:
-        return GenerationConfig(bos_token_id=generation_config.bos_token_id, **token_ids)
+    changed.eos_token_id = _stop_ids(tokenizer, generation_config)
+    changed.pad_token_id = tokenizer.pad_token_id
+    defaults, values = GenerationConfig(), changed.to_diff_dict()
+    dropped = []
+    # Others are valid by these two.
+    for name in sorted(values, key=lambda name: (name not in ("do_sample", "num_beams"), name)):
+        kept = copy.deepcopy(defaults)
+        setattr(kept, name, values[name])
+        try:
+            kept.validate(strict=True)
+        except ValueError:
+            dropped.append(name)
+        else:
+            defaults = kept
+    if dropped:
+        distributed.say_once(
+            f"note: generation_config.json of the export is without the base's {', '.join(dropped)}: as they "
+            "stand there they have no effect, and transformers would not save them"
+        )
+    return defaults
 
 
 @watchdog.phase("the export of the adapter")
@@ -164,12 +271,20 @@ def save_adapter(
     others = [name for name in trained if ".lora_" not in name]
     if not hasattr(model, "peft_config") or any(not name.endswith("score.weight") for name in others):
         return
-    pooling = getattr(plain_model(model).config, POOLING, "last")
+    plain = plain_model(model)
+    pooling, base = getattr(plain.config, POOLING, "last"), plain.name_or_path
+    pad_id = plain.config.get_text_config().pad_token_id
+    tokenizer = _prepare_tokenizer(tokenizer, metadata, needs_own_pad=bool(others), pad_id=pad_id)
+    if others and tokenizer.pad_token_id != pad_id:
+        distributed.say_once(
+            f"note: PEFT takes PAD from {base}, where it is {pad_id}: load {folder} with num_labels=1, and "
+            f"set its config.pad_token_id to {tokenizer.pad_token_id}"
+        )
     weights = _gather({name.replace(".default.", "."): TrainedWeight(p) for name, p in trained.items()})
 
     def fill(temporary: Path) -> None:
         config = copy.deepcopy(model.peft_config["default"])
-        config.base_model_name_or_path = model.get_base_model().name_or_path
+        config.base_model_name_or_path = os.path.abspath(base) if Path(base).exists() else base
         config.task_type, config.inference_mode = "SEQ_CLS" if others else "CAUSAL_LM", True
         config.save_pretrained(temporary)
         if others and pooling != "last":  # PEFT has no field for it: it says that it does not know the name

@@ -1,0 +1,79 @@
+"""What transformers 4 reads in the files of a saved model by other names than transformers 5 writes. PURE.
+
+Programs that stand on transformers 4 (vLLM, converters, trainers) take a default in silence where a name is
+missing. transformers 5 reads a file that has both names as it reads one with its own.
+"""
+
+from typing import Any
+
+GPT_NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+MODERNBERT = {"rope_theta": "global_rope_theta", "rope_local_base_freq": "local_rope_theta"}
+OLDER_NAMES = {  # of families that have names of their own
+    "gpt_neox": GPT_NEOX,
+    "gpt_neox_japanese": GPT_NEOX,
+    "modernbert": MODERNBERT,
+    "modernbert-decoder": MODERNBERT,
+}
+WINDOWED = ("gemma3_text", "gemma3n_text")  # their layers with a window have a base of their own
+NEWER_TOKENIZERS = ("TokenizersBackend", "PythonBackend")  # classes that it does not have
+MAMBA = ("granitemoehybrid", "zamba", "zamba2")
+MAMBA_LAYERS = {"linear_attention": "mamba", "full_attention": "attention"}
+# Families whose scaling has a `type`, and no other keys than these.
+SCALING_KEYS = {
+    "olmo": ("type", "factor"),
+    "olmo2": ("type", "factor"),
+    "phi3": ("type", "short_factor", "long_factor"),
+    "phi4_multimodal": ("type", "short_factor", "long_factor"),
+}
+
+
+def add_older_names(config: dict[str, Any]) -> None:
+    """Add to what a config.json says, and to its parts, the names that transformers 4 reads."""
+    for part in config.values():
+        if isinstance(part, dict) and "model_type" in part:
+            add_older_names(part)
+    if "dtype" in config:
+        config["torch_dtype"] = config["dtype"]  # before 4.56
+    if config.get("model_type") == "qwen3_moe":
+        config["num_experts"] = config["num_local_experts"]
+    for key in ("layer_types", "layers_block_type"):
+        if config.get("model_type") in MAMBA and key in config:
+            config[key] = [MAMBA_LAYERS.get(kind, kind) for kind in config[key]]
+    _add_rope(config)
+
+
+def _add_rope(config: dict[str, Any]) -> None:
+    """Add base, scaling and share of rotary positions, which transformers 5 keeps in one dictionary or in one
+    for each kind of layer.
+    """
+    parameters = config.get("rope_parameters") or {}
+    scaling = dict(parameters.get("full_attention") or parameters)
+    if "rope_theta" not in scaling:  # kinds of layer that transformers 4 does not know
+        return
+    family = config.get("model_type", "")
+    older = {"rope_theta": scaling.pop("rope_theta")}
+    if "partial_rotary_factor" in scaling:
+        older["partial_rotary_factor"] = scaling.pop("partial_rotary_factor")
+    names = OLDER_NAMES.get(family, {})
+    if family in WINDOWED or names is MODERNBERT:
+        older["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+    config |= {names.get(name, name): value for name, value in older.items()}
+    if names is MODERNBERT:  # it has none
+        return
+    if family in SCALING_KEYS:
+        scaling["type"] = scaling["rope_type"]
+        scaling = {key: scaling[key] for key in SCALING_KEYS[family] if key in scaling}
+    config["rope_scaling"] = scaling if len(scaling) > 1 else None
+
+
+def add_older_tokenizer_names(config: dict[str, Any], base: dict[str, Any], tokenizer: Any) -> None:
+    """Add to what a tokenizer_config.json says what transformers 4 reads; `base` is that of the base."""
+    named = base.get("tokenizer_class") or config["tokenizer_class"]
+    config["tokenizer_class"] = "PreTrainedTokenizerFast" if named in NEWER_TOKENIZERS else named
+    if isinstance(config.get("extra_special_tokens"), list):  # it takes a dictionary there
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    if isinstance(tokenizer.chat_template, str):
+        config["chat_template"] = tokenizer.chat_template
+    ids = tokenizer("a").input_ids  # its classes make anew what is put around a text
+    config["add_bos_token"] = ids[0] == tokenizer.bos_token_id
+    config["add_eos_token"] = ids[-1] == tokenizer.eos_token_id
