@@ -7,10 +7,10 @@ would read.
 
 import hashlib
 import json
-import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer, processors
@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from common.data.example import BadRow, Message, Turn
 from common.ranks.failures import first_line
 
+_JINJA = Path(__file__).with_name("human_assistant.jinja")
 GAP = " ... "  # stands where a question has lost its middle
 BATCH_TEXTS = 64  # tokenised in one call
 
@@ -243,36 +244,6 @@ class Template(ABC):
         return bare[: -len(self.eot_token)] if bare.endswith(self.eot_token) else text
 
 
-# The form of `HumanAssistantTemplate`, and of its kinds, for other programs: LABELS are those of the roles. A
-# question alone, and its answer, may stand to the letter.
-_JINJA = r"""
-{%- set labels = LABELS %}
-{%- set roles = messages | map(attribute='role') | list %}
-{%- set is_answered = roles == ['user', 'assistant'] and not add_generation_prompt %}
-{%- set to_the_letter = TO_THE_LETTER and (roles == ['user'] or is_answered) %}
-{{- BOS }}
-{%- for message in messages %}
-    {%- if message['role'] not in labels or message['content'] is not string %}
-        {{- raise_exception('this form takes texts of system, user and assistant alone') }}
-    {%- endif %}
-    {%- set text = message['content'] %}
-    {%- if message['role'] == 'assistant' %}
-        {%- set bare = text.rstrip() %}
-        {%- if bare.endswith(eos_token) %}
-            {%- set text = bare[:-(eos_token | length)] %}
-        {%- endif %}
-    {%- endif %}
-    {{- text if to_the_letter else labels[message['role']] + text | trim }}
-    {%- if message['role'] == 'assistant' %}
-        {{- eos_token }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt and not to_the_letter %}
-    {{- labels['assistant'].rstrip() }}
-{%- endif %}
-"""
-
-
 class HumanAssistantTemplate(Template):
     r"""The form of Anthropic/hh-rlhf: "\n\nHuman: q\n\nAssistant:" + " reply" + eot."""
 
@@ -282,9 +253,10 @@ class HumanAssistantTemplate(Template):
     @property
     def chat_template(self) -> str:
         """The form as a chat template of transformers, an end of turn behind each answer."""
-        parts = {"TO_THE_LETTER": str(self.is_to_the_letter).lower(), "LABELS": json.dumps(self._LABELS)}
-        parts["BOS"] = "''" if self.bos_id is None else "bos_token"
-        return re.sub("|".join(parts), lambda match: parts[match[0]], _JINJA.strip())
+        bos = "" if self.bos_id is None else "{{- bos_token }}"
+        letter = str(self.is_to_the_letter).lower()
+        form = f"{{%- set labels, by_letter = {json.dumps(self._LABELS)}, {letter} %}}{bos}"
+        return f"{form}\n{_JINJA.read_text(encoding='utf-8').strip()}"
 
     def _context(self, prompt: Sequence[Message], learn_all_turns: bool) -> list[Segment]:
         """White space around a turn is dropped."""

@@ -25,10 +25,10 @@ from common.models.lora import TrainedWeight, trained_weights
 from common.models.saved_adapters import ADAPTER_CONFIG, POOLING
 from common.ranks import distributed, watchdog
 from common.ranks.zero3 import gather_whole
-from common.runs.durable_files import WRITING, SaveFailed, publish_folder, read_object, without_nan
+from common.runs.durable_files import WRITING, SaveFailed, publish_folder, without_nan
 from common.runs.older_readers import add_older_names, add_older_tokenizer_names
 
-METADATA_FILE, TOKENIZER_CONFIG = "triptych.json", "tokenizer_config.json"
+METADATA_FILE = "triptych.json"
 NEW_PAD_TOKEN = "<|pad|>"
 # A pipeline shows the score itself where its problem is a regression, else a sigmoid of it.
 SCORE_LABEL = {"id2label": {0: "reward"}, "label2id": {"reward": 0}, "problem_type": "regression"}
@@ -98,20 +98,20 @@ def _prepare_tokenizer(
     transformers' classifiers look for the last token that is not PAD, and would not see an EOS that is PAD
     too. `pad_id` is the one to take, if it may be.
     """
-    exported, eos = copy.deepcopy(tokenizer), tokenizer.eos_token
+    exported = copy.deepcopy(tokenizer)
     if "template" in metadata:
         exported.chat_template = build_template(metadata["template"], tokenizer).chat_template
-    if pad_id != tokenizer.eos_token_id and pad_id in range(len(tokenizer)):
-        exported.pad_token = tokenizer.convert_ids_to_tokens(pad_id)
-    if exported.pad_token not in (None, eos):
-        return exported
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    special -= {eos, tokenizer.bos_token}
-    usual = {token for token in special if "pad" in token.lower() or token == tokenizer.unk_token}
-    if usual or (special and needs_own_pad):
-        exported.pad_token = min(usual or special, key=lambda pad: ("pad" not in pad.lower(), len(pad), pad))
-    elif needs_own_pad:
-        exported.add_special_tokens({"pad_token": NEW_PAD_TOKEN})
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    special = sorted({*special} - {tokenizer.bos_token}, key=lambda token: (len(token), token))
+    pads = tokenizer.convert_ids_to_tokens([pad_id] if pad_id in range(len(tokenizer)) else [])
+    pads += [tokenizer.pad_token, *(token for token in special if "pad" in token.lower())]
+    if tokenizer.unk_token != tokenizer.bos_token:
+        pads.append(tokenizer.unk_token)
+    if needs_own_pad:
+        pads += [*special, NEW_PAD_TOKEN]
+    pad = next((token for token in pads if token not in (None, tokenizer.eos_token)), None)
+    if pad:
+        exported.add_special_tokens({"pad_token": pad})
     return exported
 
 
@@ -148,18 +148,15 @@ def _write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write the tokenizer so that transformers 4 reads it as 5 does."""
     tokenizer.save_pretrained(folder)
     base = {}
-    if tokenizer.name_or_path:
-        with contextlib.suppress(OSError, ValueError):  # gone since it was loaded
-            base = get_tokenizer_config(tokenizer.name_or_path)
-    config = read_object(folder / TOKENIZER_CONFIG)
-    add_older_tokenizer_names(config, base, tokenizer)
-    _write_json(folder / TOKENIZER_CONFIG, config)
+    with contextlib.suppress(OSError, ValueError):  # gone since it was loaded
+        base = get_tokenizer_config(tokenizer.name_or_path)
+    _edit(folder / "tokenizer_config.json", lambda said: add_older_tokenizer_names(said, base, tokenizer))
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(
-        json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+def _edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    change(content)
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def _write_model(
@@ -186,9 +183,7 @@ def _write_model(
     if getattr(plain, "generation_config", None) is not None:
         exported.generation_config = _savable_generation_config(plain.generation_config, tokenizer)
     exported.save_pretrained(folder, state_dict=state)
-    config = read_object(folder / "config.json")
-    add_older_names(config)
-    _write_json(folder / "config.json", config)
+    _edit(folder / "config.json", add_older_names)
 
 
 def _token_ids(tokenizer: PreTrainedTokenizerFast, config: PreTrainedConfig) -> dict[str, Any]:
@@ -197,20 +192,21 @@ def _token_ids(tokenizer: PreTrainedTokenizerFast, config: PreTrainedConfig) -> 
     Where PAD is EOS there is none: a classifier that begins with this model would not see the EOS, and torch
     would not train it, for the embedding of PAD gets no gradient.
     """
-    pad_id, eos_id = tokenizer.pad_token_id, tokenizer.eos_token_id
-    ids = {"pad_token_id": None if pad_id == eos_id else pad_id}
-    is_list = isinstance(getattr(config, "eos_token_id", None), list)
-    ids["eos_token_id"] = _stop_ids(tokenizer, config) if is_list else eos_id
-    return ids | ({} if tokenizer.bos_token_id is None else {"bos_token_id": tokenizer.bos_token_id})
+    pad, eos, bos = tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id
+    has_stops = isinstance(getattr(config, "eos_token_id", None), list)
+    return {
+        "pad_token_id": None if pad == eos else pad,
+        "eos_token_id": _stop_ids(tokenizer, config) if has_stops else eos,
+        "bos_token_id": getattr(config, "bos_token_id", None) if bos is None else bos,
+    }
 
 
 def _stop_ids(
     tokenizer: PreTrainedTokenizerFast, base: PreTrainedConfig | GenerationConfig
 ) -> int | list[int]:
     """Return the tokens that end an answer: the tokenizer's EOS first, then those of the base."""
-    of_base = base.eos_token_id
-    of_base = of_base if isinstance(of_base, list) else [of_base]
-    ids = list(dict.fromkeys([tokenizer.eos_token_id, *(i for i in of_base if i is not None)]))
+    of_base = base.eos_token_id if isinstance(base.eos_token_id, list) else [base.eos_token_id]
+    ids = list(dict.fromkeys(i for i in [tokenizer.eos_token_id, *of_base] if i is not None))
     return ids if len(ids) > 1 else ids[0]
 
 
@@ -234,27 +230,26 @@ def _savable_generation_config(
     Some published ones name a temperature without do_sample, or a length penalty without beams; transformers
     saves those back only as they were.
     """
-    changed = copy.deepcopy(generation_config)
-    changed.eos_token_id = _stop_ids(tokenizer, generation_config)
-    changed.pad_token_id = tokenizer.pad_token_id
-    defaults, values = GenerationConfig(), changed.to_diff_dict()
-    dropped = []
+    values, kept, dropped = generation_config.to_diff_dict(), GenerationConfig(), []
+    values |= {
+        "eos_token_id": _stop_ids(tokenizer, generation_config),
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     # Others are valid by these two.
     for name in sorted(values, key=lambda name: (name not in ("do_sample", "num_beams"), name)):
-        kept = copy.deepcopy(defaults)
-        setattr(kept, name, values[name])
+        trial = copy.deepcopy(kept)
+        setattr(trial, name, values[name])
         try:
-            kept.validate(strict=True)
+            trial.validate(strict=True)
+            kept = trial
         except ValueError:
             dropped.append(name)
-        else:
-            defaults = kept
     if dropped:
         distributed.say_once(
             f"note: generation_config.json of the export is without the base's {', '.join(dropped)}: as they "
             "stand there they have no effect, and transformers would not save them"
         )
-    return defaults
+    return kept
 
 
 @watchdog.phase("the export of the adapter")
@@ -273,7 +268,7 @@ def save_adapter(
         return
     plain = plain_model(model)
     pooling, base = getattr(plain.config, POOLING, "last"), plain.name_or_path
-    pad_id = plain.config.get_text_config().pad_token_id
+    pad_id = getattr(plain.config.get_text_config(), "pad_token_id", None)
     tokenizer = _prepare_tokenizer(tokenizer, metadata, needs_own_pad=bool(others), pad_id=pad_id)
     if others and tokenizer.pad_token_id != pad_id:
         distributed.say_once(
@@ -288,8 +283,7 @@ def save_adapter(
         config.task_type, config.inference_mode = "SEQ_CLS" if others else "CAUSAL_LM", True
         config.save_pretrained(temporary)
         if others and pooling != "last":  # PEFT has no field for it: it says that it does not know the name
-            saved = json.loads((temporary / ADAPTER_CONFIG).read_text()) | {POOLING: pooling}
-            (temporary / ADAPTER_CONFIG).write_text(json.dumps(saved, indent=2, sort_keys=True))
+            _edit(temporary / ADAPTER_CONFIG, lambda said: said.update({POOLING: pooling}))
         save_file(weights, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
 
     _replace(Path(folder), fill, tokenizer, metadata)

@@ -16,7 +16,6 @@ OLDER_NAMES = {  # of families that have names of their own
 }
 WINDOWED = ("gemma3_text", "gemma3n_text")  # their layers with a window have a base of their own
 NEWER_TOKENIZERS = ("TokenizersBackend", "PythonBackend")  # classes that it does not have
-MAMBA = ("granitemoehybrid", "zamba", "zamba2")
 MAMBA_LAYERS = {"linear_attention": "mamba", "full_attention": "attention"}
 # Families whose scaling has a `type`, and no other keys than these.
 SCALING_KEYS = {
@@ -36,9 +35,8 @@ def add_older_names(config: dict[str, Any]) -> None:
         config["torch_dtype"] = config["dtype"]  # before 4.56
     if config.get("model_type") == "qwen3_moe":
         config["num_experts"] = config["num_local_experts"]
-    for key in ("layer_types", "layers_block_type"):
-        if config.get("model_type") in MAMBA and key in config:
-            config[key] = [MAMBA_LAYERS.get(kind, kind) for kind in config[key]]
+    if config.get("model_type") == "granitemoehybrid":
+        config["layer_types"] = [MAMBA_LAYERS.get(kind, kind) for kind in config["layer_types"]]
     _add_rope(config)
 
 
@@ -51,19 +49,16 @@ def _add_rope(config: dict[str, Any]) -> None:
     if "rope_theta" not in scaling:  # kinds of layer that transformers 4 does not know
         return
     family = config.get("model_type", "")
-    older = {"rope_theta": scaling.pop("rope_theta")}
-    if "partial_rotary_factor" in scaling:
-        older["partial_rotary_factor"] = scaling.pop("partial_rotary_factor")
     names = OLDER_NAMES.get(family, {})
+    older = {name: scaling.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in scaling}
     if family in WINDOWED or names is MODERNBERT:
         older["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
     config |= {names.get(name, name): value for name, value in older.items()}
-    if names is MODERNBERT:  # it has none
-        return
     if family in SCALING_KEYS:
         scaling["type"] = scaling["rope_type"]
         scaling = {key: scaling[key] for key in SCALING_KEYS[family] if key in scaling}
-    config["rope_scaling"] = scaling if len(scaling) > 1 else None
+    if names is not MODERNBERT:  # it has none
+        config["rope_scaling"] = scaling if len(scaling) > 1 else None
 
 
 def add_older_tokenizer_names(config: dict[str, Any], base: dict[str, Any], tokenizer: Any) -> None:
