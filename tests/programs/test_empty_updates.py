@@ -1,4 +1,4 @@
-"""Updates all of whose responses are masked: they make no step, and are in no mean, however the run is spread."""
+"""Updates whose responses are all masked make no step and are in no mean, however the run is spread."""
 
 import pytest
 from program_runs import largest_difference, read_curve, read_weights
