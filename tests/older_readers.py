@@ -1,7 +1,7 @@
 """Makes tests/older_readers.json, what transformers 4.57 reads in a model, in an environment of its own.
 
-python -m venv /tmp/older && /tmp/older/bin/pip install transformers==4.57.6 torch
-/tmp/older/bin/python tests/older_readers.py
+python -m venv older && older/bin/pip install transformers==4.57.6 torch
+older/bin/python tests/older_readers.py
 """
 
 import inspect

@@ -254,9 +254,8 @@ class HumanAssistantTemplate(Template):
     def chat_template(self) -> str:
         """The form as a chat template of transformers, an end of turn behind each answer."""
         bos = "" if self.bos_id is None else "{{- bos_token }}"
-        letter = str(self.is_to_the_letter).lower()
-        form = f"{{%- set labels, by_letter = {json.dumps(self._LABELS)}, {letter} %}}{bos}"
-        return f"{form}\n{_JINJA.read_text(encoding='utf-8').strip()}"
+        values = f"{json.dumps(self._LABELS)}, {json.dumps(self.is_to_the_letter)}"
+        return f"{{%- set labels, by_letter = {values} %}}{bos}\n{_JINJA.read_text().strip()}"
 
     def _context(self, prompt: Sequence[Message], learn_all_turns: bool) -> list[Segment]:
         """White space around a turn is dropped."""

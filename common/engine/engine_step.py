@@ -74,8 +74,10 @@ def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
     counts = [sum(float(term.count_items(m)) for m in term.micro_batches) for term in terms]
     totals = distributed.reduce_sum(torch.tensor(counts, dtype=torch.float64)).tolist()
     if not all(totals):
-        batches = [micro_batch for term in terms for micro_batch in term.micro_batches]
-        raise StepRefused(f"the step's rows have nothing that {terms[totals.index(0)].name} learns", batches)
+        raise StepRefused(
+            "the step's rows have no token that is learned; look at them with tools.check_data",
+            [micro_batch for term in terms for micro_batch in term.micro_batches],
+        )
     passes = [(term, total, m) for term, total in zip(terms, totals, strict=True) for m in term.micro_batches]
     sums: dict[str, torch.Tensor] = {}  # in float64, where the losses are
 

@@ -113,8 +113,8 @@ def save_model(start: Start, logger: RunLogger, module: nn.Module, metadata: dic
 
 def facts_at(step: int, facts: dict[str, Any]) -> dict[str, Any]:
     """What an export at a step says of its run: `facts` without an evaluation that was before training."""
-    is_stale = step > 0 and facts.get(EVAL_STEP) == 0
-    return {name: fact for name, fact in facts.items() if not (is_stale and name.startswith("eval"))}
+    is_whole = step == 0 or facts.get(EVAL_STEP) != 0
+    return facts if is_whole else {name: x for name, x in facts.items() if not name.startswith("eval")}
 
 
 def build_logger(args: Any, columns: tuple[str, ...], num_steps: int) -> RunLogger:

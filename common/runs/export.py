@@ -7,7 +7,6 @@ touched) and the padding rows are cut off.
 import contextlib
 import copy
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -75,13 +74,13 @@ def save_export(
     template. `needs_own_pad`: the model is a classifier, see `_prepare_tokenizer`. Existing ids do not
     change. Every rank must call this. Raises SaveFailed.
     """
-    plain, state, metadata = plain_model(model), gather_state_dict(model), metadata or {}
+    plain, state = plain_model(model), gather_state_dict(model)
+    metadata = metadata or {}
     tokenizer = _prepare_tokenizer(tokenizer, metadata, needs_own_pad=needs_own_pad)
-
-    def fill(temporary: Path) -> None:
-        _write_model(plain, state, tokenizer, temporary, SCORE_LABEL if needs_own_pad else {})
-
-    _replace(Path(folder), fill, tokenizer, metadata)
+    changes = SCORE_LABEL if needs_own_pad else {}
+    _replace(
+        Path(folder), lambda new: _write_model(plain, state, tokenizer, new, changes), tokenizer, metadata
+    )
 
 
 def _prepare_tokenizer(
@@ -96,21 +95,22 @@ def _prepare_tokenizer(
 
     With `needs_own_pad` any special token may be PAD, and one is added where there is no other than EOS:
     transformers' classifiers look for the last token that is not PAD, and would not see an EOS that is PAD
-    too. `pad_id` is the one to take, if it may be.
+    too. `pad_id` is the one to take, if it is a special token.
     """
     exported = copy.deepcopy(tokenizer)
     if "template" in metadata:
         exported.chat_template = build_template(metadata["template"], tokenizer).chat_template
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    special = sorted({*special} - {tokenizer.bos_token}, key=lambda token: (len(token), token))
-    pads = tokenizer.convert_ids_to_tokens([pad_id] if pad_id in range(len(tokenizer)) else [])
-    pads += [tokenizer.pad_token, *(token for token in special if "pad" in token.lower())]
-    if tokenizer.unk_token != tokenizer.bos_token:
-        pads.append(tokenizer.unk_token)
-    if needs_own_pad:
-        pads += [*special, NEW_PAD_TOKEN]
-    pad = next((token for token in pads if token not in (None, tokenizer.eos_token)), None)
-    if pad:
+    special.sort(key=lambda token: ("pad" not in token.lower(), token == tokenizer.bos_token, len(token)))
+    pads = [
+        getattr(tokenizer.added_tokens_decoder.get(pad_id), "content", None),
+        tokenizer.pad_token,
+        *(token for token in special if "pad" in token.lower()),
+        tokenizer.unk_token,
+        *([*special, NEW_PAD_TOKEN] if needs_own_pad else []),
+    ]
+    pad = next((token for token in pads if token not in (None, tokenizer.eos_token)), tokenizer.pad_token)
+    if pad != tokenizer.pad_token:
         exported.add_special_tokens({"pad_token": pad})
     return exported
 
@@ -279,7 +279,7 @@ def save_adapter(
 
     def fill(temporary: Path) -> None:
         config = copy.deepcopy(model.peft_config["default"])
-        config.base_model_name_or_path = os.path.abspath(base) if Path(base).exists() else base
+        config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
         config.task_type, config.inference_mode = "SEQ_CLS" if others else "CAUSAL_LM", True
         config.save_pretrained(temporary)
         if others and pooling != "last":  # PEFT has no field for it: it says that it does not know the name

@@ -6,17 +6,14 @@ missing. transformers 5 reads a file that has both names as it reads one with it
 
 from typing import Any
 
-GPT_NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-MODERNBERT = {"rope_theta": "global_rope_theta", "rope_local_base_freq": "local_rope_theta"}
+LOCAL = "rope_local_base_freq"  # of layers with a window
 OLDER_NAMES = {  # of families that have names of their own
-    "gpt_neox": GPT_NEOX,
-    "gpt_neox_japanese": GPT_NEOX,
-    "modernbert": MODERNBERT,
-    "modernbert-decoder": MODERNBERT,
+    "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
+    "gpt_neox_japanese": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
+    "modernbert": {"rope_theta": "global_rope_theta", LOCAL: "local_rope_theta"},
+    "modernbert-decoder": {"rope_theta": "global_rope_theta", LOCAL: "local_rope_theta"},
 }
-WINDOWED = ("gemma3_text", "gemma3n_text")  # their layers with a window have a base of their own
 NEWER_TOKENIZERS = ("TokenizersBackend", "PythonBackend")  # classes that it does not have
-MAMBA_LAYERS = {"linear_attention": "mamba", "full_attention": "attention"}
 # Families whose scaling has a `type`, and no other keys than these.
 SCALING_KEYS = {
     "olmo": ("type", "factor"),
@@ -36,7 +33,8 @@ def add_older_names(config: dict[str, Any]) -> None:
     if config.get("model_type") == "qwen3_moe":
         config["num_experts"] = config["num_local_experts"]
     if config.get("model_type") == "granitemoehybrid":
-        config["layer_types"] = [MAMBA_LAYERS.get(kind, kind) for kind in config["layer_types"]]
+        older = {"linear_attention": "mamba", "full_attention": "attention"}
+        config["layer_types"] = [older[kind] for kind in config["layer_types"]]
     _add_rope(config)
 
 
@@ -51,13 +49,13 @@ def _add_rope(config: dict[str, Any]) -> None:
     family = config.get("model_type", "")
     names = OLDER_NAMES.get(family, {})
     older = {name: scaling.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in scaling}
-    if family in WINDOWED or names is MODERNBERT:
-        older["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+    if family.startswith("gemma3") or LOCAL in names:
+        older[LOCAL] = parameters["sliding_attention"]["rope_theta"]
     config |= {names.get(name, name): value for name, value in older.items()}
     if family in SCALING_KEYS:
         scaling["type"] = scaling["rope_type"]
         scaling = {key: scaling[key] for key in SCALING_KEYS[family] if key in scaling}
-    if names is not MODERNBERT:  # it has none
+    if LOCAL not in names:  # they have none
         config["rope_scaling"] = scaling if len(scaling) > 1 else None
 
 
