@@ -146,7 +146,7 @@ def _replace(
 
 def _write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write the tokenizer so that transformers 4 reads it as 5 does."""
-    tokenizer.save_pretrained(folder)
+    tokenizer.save_pretrained(folder, save_jinja_files=False)  # old readers look into the configuration
     base = {}
     with contextlib.suppress(OSError, ValueError):  # gone since it was loaded
         base = get_tokenizer_config(tokenizer.name_or_path)

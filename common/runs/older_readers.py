@@ -65,8 +65,6 @@ def add_older_tokenizer_names(config: dict[str, Any], base: dict[str, Any], toke
     config["tokenizer_class"] = "PreTrainedTokenizerFast" if named in NEWER_TOKENIZERS else named
     if isinstance(config.get("extra_special_tokens"), list):  # it takes a dictionary there
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
-    if isinstance(tokenizer.chat_template, str):
-        config["chat_template"] = tokenizer.chat_template
     config["model_input_names"] = tokenizer.model_input_names  # PreTrainedTokenizerFast has another default
     ids = tokenizer("a").input_ids  # its classes make anew what is put around a text
     config["add_bos_token"] = ids[0] == tokenizer.bos_token_id
