@@ -18,10 +18,13 @@ from common.models.loading import ModelOptions, load_causal_lm
 from common.models.lora import LoraOptions, add_lora
 from common.models.model_inputs import build_model_inputs
 from common.models.value_model import load_value_model
+from common.programs.training_loop import facts_at
 from common.runs import durable_files
 from common.runs.durable_files import SaveFailed
 from common.runs.export import read_metadata, save_adapter, save_export
 from serving.answering import AnsweringArguments, Sampling, load_answerer, load_template, merge_adapter
+from step3_ppo.arguments import PPOArguments
+from step3_ppo.main import build_metadata
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -189,6 +192,23 @@ def test_a_generation_configuration_keeps_all_that_transformers_would_save(
     assert {name: getattr(saved, name) for name in kept} == kept
     said = capfd.readouterr().err
     assert (", ".join(dropped) in said) if dropped else ("without the base's" not in said)
+
+
+def test_an_evaluation_before_training_is_none_of_a_trained_model():
+    """As where an export is made of a checkpoint before the first evaluation that followed."""
+    before, after = ({"eval_perplexity": 9.5, "eval_step": step} for step in (0, 4))
+    assert facts_at(0, before) == before and facts_at(6, after) == after
+    assert facts_at(6, before | {"objective/score": 1.0}) == {"objective/score": 1.0}
+    assert facts_at(6, {"eval_perplexity": 9.5}) == {"eval_perplexity": 9.5}, "of an earlier version"
+    flags = PPOArguments(template="plain")
+    held_out = {"metrics": {"eval/score": 2.0}, "step": 0}
+    assert "eval" not in build_metadata(flags, 6, {}, held_out)
+    metadata = build_metadata(flags, 6, {"objective/kl": 0.5}, held_out | {"step": 3})
+    assert metadata == {
+        "step": "ppo", "template": "plain", "last_step": {"objective/kl": 0.5}, "eval": {"eval/score": 2.0},
+        "eval_step": 3,
+    }  # fmt: skip
+    assert "eval" not in build_metadata(flags, 6, {}, {})
 
 
 # ---- The place of an earlier one
