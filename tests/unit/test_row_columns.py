@@ -1,0 +1,401 @@
+"""Nothing of a row is left out in silence: columns by other names, keys of turns, nulls, empty turns, numbers."""
+
+import json
+from collections import Counter
+
+import pytest
+from stage_texts import build, make_options, texts, write_rows
+
+from common.data.adapters.row_forms import read_row
+from common.data.data_options import check_sources
+from common.data.example import BadRow, EmptyRow, Message, missing_for
+from common.data.registry import load_source
+
+
+def user(content, **keys):
+    return {"role": "user", "content": content} | keys
+
+
+def reply(content, **keys):
+    return {"role": "assistant", "content": content} | keys
+
+
+def only(row, **more):
+    (example,) = read_row(row, **more)
+    return example
+
+
+def said(messages):
+    return [(message.role, message.content) for message in messages]
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"b": 1, "a": None}}}
+LOOKED = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"b": 1}}}
+QUESTION = user("warm?")
+
+
+# ---- keys of turns
+
+
+@pytest.mark.parametrize(
+    ("mark", "is_learned"),
+    [
+        *[({"weight": value}, True) for value in (1, 1.0, True, "1", None)],
+        *[({"weight": value}, False) for value in (0, 0.0, False, "0", "false ")],
+        *[
+            ({name: False}, False)
+            for name in ("train", "training", "trainable", "learn", "loss", "loss_mask")
+        ],
+        ({"loss_weight": 0}, False),
+        ({"masked": True}, False),
+        ({"masked": 0}, True),
+        ({"weight": 1, "train": False}, False),
+    ],
+)
+def test_a_mark_says_whether_a_turn_is_learnt(mark, is_learned):
+    example = only({"messages": [QUESTION, reply("WRONG", **mark), user("sure?"), reply("cold")]})
+    assert (example.prompt[1].is_learned, example.chosen) == (is_learned, "cold")
+    unread = Counter()
+    read_row({"messages": [user("warm?", **mark), reply("cold")]}, unread=unread)
+    assert bool(unread) == (None not in mark.values()), "nothing of a user's turn is learnt anyhow"
+
+
+@pytest.mark.parametrize(
+    "mark", [{"weight": 0.5}, {"weight": -1}, {"train": "maybe"}, {"loss": []}, {"masked": 2}]
+)
+def test_a_mark_that_is_neither_yes_nor_no_is_bad(mark):
+    (name,) = mark
+    with pytest.raises(BadRow, match=rf"messages\[1\]\['{name}'\] is"):
+        read_row({"messages": [QUESTION, reply("cold", **mark)]})
+
+
+def test_the_last_turn_that_is_learnt_is_the_reply_and_none_is_an_empty_row():
+    turns = [QUESTION, reply("cold"), user("sure?"), reply("WRONG", weight=0)]
+    example = only({"messages": turns})
+    assert (said(example.prompt), example.chosen) == ([("user", "warm?")], "cold")
+    example = only({"messages": [QUESTION, reply("WRONG", weight=0)]})
+    assert isinstance(missing_for(1, example), EmptyRow) and missing_for(3, example) is None
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "hi", "chosen": [reply("a", weight=0)], "rejected": [reply("b")]},
+        {"messages": [QUESTION], "chosen": reply("a"), "rejected": reply("b", train=False)},
+        {"messages": [QUESTION, reply("a", weight=0)], "label": True},
+    ],
+)
+def test_a_masked_reply_of_a_pair_or_with_a_label_is_bad(row):
+    with pytest.raises(BadRow, match="marked as context"):
+        read_row(row)
+
+
+def test_calls_tools_and_thoughts_go_with_the_turns():
+    turns = [
+        {"role": "developer", "content": "Look."},
+        user([{"type": "text", "text": "warm"}, {"type": "text", "text": "?", "image": None}], name="Ann"),
+        reply(None, tool_calls=[CALL], function_call=None),
+        {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "look"},
+        reply("cold", thinking="3 is cold", reasoning=None),
+    ]
+    tools = [{"name": "look", "parameters": {"z": 1, "a": None}}]
+    example = only({"messages": turns, "tools": tools})
+    assert said(example.prompt) == [("system", "Look."), ("user", "warm?"), ("assistant", ""), ("tool", "3")]
+    extras = [json.loads(message.extras or "{}") for message in (*example.prompt, example.chosen)]
+    assert extras == [
+        {},
+        {"name": "Ann"},
+        {"tool_calls": [LOOKED]},
+        {"name": "look", "tool_call_id": "c1"},
+        {"reasoning_content": "3 is cold"},
+    ]
+    assert example.chosen.content == "cold"
+    assert example.tools == '[{"type": "function", "function": {"name": "look", "parameters": {"z": 1}}}]'
+    assert (
+        only({"messages": turns, "functions": json.dumps(tools)}).tools
+        == example.tools.replace('"z": 1', '"z": 1, "a": null')
+        or only({"messages": turns, "functions": json.dumps(tools)}).tools == example.tools
+    )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"tool_calls": [CALL]},
+        {"tool_calls": [CALL | {"function": {"name": "look", "arguments": '{"b": 1}'}}]},
+        {"tool_calls": json.dumps([LOOKED])},
+        {"function_call": {"name": "look", "arguments": '{"b": 1}'}},
+        {"tool_calls": [{"name": "look", "arguments": {"b": 1}}]},
+    ],
+)
+def test_a_call_has_one_form_whatever_its_row_has(call):
+    example = only({"messages": [QUESTION, reply(None, **call)]})
+    (found,) = json.loads(example.chosen.extras)["tool_calls"]
+    assert found["function"] == {"name": "look", "arguments": {"b": 1}} and found["type"] == "function"
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"tool_calls": [{"function": {"arguments": {}}}]}, "without the name of a function"),
+        ({"tool_calls": [3]}, "without the name of a function"),
+        ({"tool_calls": "look()"}, "is not JSON"),
+        ({"tool_calls": [{"name": "look", "arguments": "[1]"}]}, "not an object"),
+        ({"tool_calls": [{"name": "look", "arguments": "b=1"}]}, "arguments: the text is not JSON"),
+        ({"reasoning_content": ["t"]}, "reasoning_content is of type list"),
+        ({"reasoning_content": "a", "thought": "b"}, "'reasoning_content' and 'thought', which differ"),
+        ({"value": "other"}, "'content' and 'value', which differ"),
+        ({"content": {"text": "a"}}, "is of type dict, not text"),
+        ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "part 'image_url'"),
+        ({"content": ["a", {"type": "text", "text": "b", "weight": 0}]}, "no text to learn"),
+        ({"images": ["a.png"]}, "'images'.*only text"),
+        ({"audio": {"id": "x"}}, "'audio'.*only text"),
+        ({"tools": "[]"}, "'tools'.*a column `tools`"),
+        ({"train_detail": [{"begin_offset": 0}]}, "'train_detail'.*`weight` 0"),
+    ],
+)
+def test_a_turn_that_nothing_can_learn_as_it_is_is_bad(keys, reason):
+    with pytest.raises(BadRow, match=reason) as raised:
+        read_row({"messages": [QUESTION, reply("a") | keys]})
+    assert not isinstance(raised.value, EmptyRow)
+
+
+# ---- nulls and empty turns
+
+
+def with_nulls(turn):
+    names = ("role", "content", "from", "value", "tool_calls", "weight", "images", "name", "function_call")
+    return dict.fromkeys(names) | turn
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [[QUESTION, reply("cold")], [{"from": "human", "value": "warm?"}, {"from": "gpt", "value": "cold"}]],
+)
+def test_a_null_is_an_absent_key_of_a_turn(turns):
+    unread = Counter()
+    row = {"messages": [with_nulls(turn) for turn in turns], "system": None, "tools": None, "history": None}
+    example = only(row | {"images": None, "label": None, "chosen": None}, unread=unread)
+    assert (said(example.prompt), example.chosen, unread) == ([("user", "warm?")], "cold", {})
+
+
+def test_a_null_is_an_absent_key_of_an_answer_and_of_a_number():
+    answers = [
+        {"answer": None, "text": "b", "rank": None, "score": 1},
+        {"answer": "a", "text": None, "score": 2},
+    ]
+    example = only({"prompt": "hi", "answers": answers, "margin": None})
+    assert (example.chosen, example.rejected) == ("a", "b")
+    row = {"prompt": "hi", "chosen": "a", "rejected": "b", "score_chosen": 1, "score_rejected": None}
+    assert not only(row | {"margin": None}).is_tie
+
+
+@pytest.mark.parametrize("blank", ["", " \n", None, [], [{"type": "text", "text": ""}]])
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_an_empty_turn_makes_the_row_empty(blank, place):
+    turns = [QUESTION, reply("cold"), user("sure?"), reply("yes")]
+    turns[place] = turns[place] | {"content": blank}
+    for row in (
+        {"messages": turns},
+        {"prompt": turns[:3], "completion": turns[3:]},
+        {"prompt": "hi", "history": turns, "output": "x"},
+    ):
+        with pytest.raises(EmptyRow):
+            read_row(row)
+    pair = {"messages": turns[:3], "chosen": turns[3], "rejected": reply("no")}
+    with pytest.raises(EmptyRow):
+        read_row(pair)
+
+
+def test_an_empty_turn_of_a_transcript_makes_the_row_empty_and_a_silent_tool_does_not():
+    with pytest.raises(EmptyRow):
+        read_row({"prompt": "\n\nHuman: hi\n\nAssistant:\n\nHuman: hello?\n\nAssistant:", "chosen": "a"})
+    turns = [QUESTION, reply(None, tool_calls=[CALL]), {"role": "tool", "content": ""}, reply("cold")]
+    assert only({"messages": turns}).prompt[2] == Message("tool", "")
+
+
+# ---- columns
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"instruction": "warm?", "output": "cold"},
+        {"prompt": "warm?", "chosen": "cold", "rejected": "no"},
+        {"messages": [QUESTION, reply("cold")]},
+        {"conversations": [{"from": "human", "value": "warm?"}], "chosen": "cold", "rejected": "no"},
+        {"prompt": "warm?", "responses": ["cold", "no"], "scores": [2, 1]},
+        {"chosen": [QUESTION, reply("cold")], "rejected": [QUESTION, reply("no")]},
+        {"prompt": "warm?", "completion": [reply("cold")]},
+        {"prompt": "warm?", "response": "cold", "label": True},
+    ],
+)
+def test_system_history_and_tools_stand_before_every_form(row):
+    more = {"system": "Be brief.", "history": [["hi", "hello"]], "tools": [{"name": "look"}]}
+    example = only(row | more)
+    assert said(example.prompt) == [
+        ("system", "Be brief."), ("user", "hi"), ("assistant", "hello"), ("user", "warm?")
+    ]  # fmt: skip
+    assert example.chosen == "cold" and '"look"' in example.tools
+    assert only(row | {"system": " ", "history": [], "tools": "", "images": []}).prompt[0].role == "user"
+
+
+def test_one_system_message_is_enough():
+    turns = [{"role": "system", "content": "Be brief."}, QUESTION, reply("cold")]
+    assert len(only({"messages": turns, "system": "Be brief. "}).prompt) == 2
+    with pytest.raises(BadRow, match="'system' differs from the system message"):
+        read_row({"messages": turns, "system": "Be long."})
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"text": "a", "system": "b"}, "'system' cannot be used: nothing reads it"),
+        ({"text": "a", "tools": [{"name": "look"}]}, "'tools' cannot be used"),
+        ({"prompt": "a", "answer": "b", "images": ["x.png"]}, "'images' cannot be used: only text"),
+        ({"prompt": "a", "answer": "b", "history": "c"}, "'history' is of type str"),
+        ({"prompt": "a", "answer": "b", "history": [["c"]]}, r"history\[0\] is neither"),
+        ({"prompt": "a", "answer": "b", "tools": [{"parameters": {}}]}, "without the name of a function"),
+        ({"prompt": "a", "answer": "b", "tools": "look"}, "'?tools'?: the text is not JSON"),
+        ({"instruction": "a", "question": "b", "output": "c"}, "`instruction` and `question`; name the one"),
+        ({"prompt": "a", "completions": ["b", "c"], "labels": [True, False]}, "rate the parts of one answer"),
+        ({"question": "a", "rejected": "b"}, None),
+        ({"chosen": "a", "rejected": "b"}, "`chosen` and `rejected`, but no `prompt`"),
+        ({"prompt": "a", "response": [user("b"), reply("c")]}, "turns before the reply"),
+        ({"prompt": "a", "chosen": [user("b"), reply("c")], "rejected": "d"}, "turns before the reply"),
+        ({"answer": "a", "id": 3}, "the row has `answer`, but no `prompt`"),
+        ({"a": 1, "b": None}, "the row has `a`: no column that a form begins with"),
+        ({"a": None}, "no column"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_row_is_one_sentence(row, reason):
+    if reason is None:
+        problem = missing_for(2, only(row))
+        assert "the row has `question` and `rejected`" in str(problem)
+        return
+    with pytest.raises(BadRow, match=reason):
+        read_row(row)
+
+
+def test_a_pair_without_its_other_half_says_what_is_missing():
+    problem = missing_for(2, only({"question": "a", "chosen": "b"}))
+    assert "the row has `question` and `chosen`, but no `rejected`" in str(problem)
+
+
+def test_a_weight_of_a_row_is_1_or_0():
+    row = {"prompt": "a", "answer": "b"}
+    assert only(row | {"weight": 1}).chosen == "b"
+    for weight, kind in ((0, EmptyRow), (0.5, BadRow), ("heavy", BadRow)):
+        example = only(row | {"weight": weight})
+        assert type(missing_for(1, example)) is kind and missing_for(3, example) is None
+
+
+def test_the_report_counts_what_is_not_read(tmp_path, tiny_tokenizer):
+    rows = [
+        {"messages": [user("warm?", ts=3), reply("cold", weight=1)], "source": "web", "id": n, "lang": "en"}
+        for n in range(3)
+    ]
+    rows[2]["lang"] = None
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    notes = build(path, 1, tiny_tokenizer, tmp_path).report.notes
+    assert notes == [
+        f"{path}: column `lang` is not read: 2 rows",
+        f"{path}: column `source` is not read: 3 rows",
+        f"{path}: key `ts` of turns is not read: 3 rows",
+    ]
+    rows = [{"messages": row["messages"][:1], "source": "web"} for row in rows]
+    path = write_rows(tmp_path / "prompts.jsonl", rows)
+    data = build(path, 3, tiny_tokenizer, tmp_path)
+    assert data.report.notes == [f"{path}: key `ts` of turns is not read: 3 rows"]
+    assert json.loads(data.train[0]["fields"]) == {"source": "web"}
+
+
+def test_the_report_counts_columns_of_rows_that_are_joined(tmp_path, tiny_tokenizer):
+    rows = [{"prompt": "q", "response": f"a{n}", "helpfulness": n, "coherence": 4} for n in range(3)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    assert build(path, 2, tiny_tokenizer, tmp_path).report.notes == [
+        f"{path}: column `coherence` is not read: 3 rows"
+    ]
+    path = write_rows(
+        tmp_path / "system.jsonl", [row | {"system": f"be {i // 2}"} for i, row in enumerate(rows)]
+    )
+    data = build(path, 2, tiny_tokenizer, tmp_path, max_bad_rows=1)
+    assert [prompt for prompt, _, _ in texts(data, 2, tiny_tokenizer)] == ["be 0\n\nHuman: q\n\nAssistant:"]
+
+
+def test_many_columns_are_a_few_lines(tmp_path, tiny_tokenizer):
+    row = {"prompt": "a", "answer": "b"} | {f"column {n}": n for n in range(50)}
+    notes = build(write_rows(tmp_path / "rows.jsonl", [row]), 1, tiny_tokenizer, tmp_path).report.notes
+    assert len(notes) == 21 and notes[-1].endswith("30 more are not read")
+
+
+# ---- numbers
+
+
+@pytest.mark.parametrize(
+    "value", [[], {}, "", " ", False, True, "1_0", "١", "1e39", 1e300, float("nan"), "nan", "inf", -5, "-0.1"]
+)
+def test_a_margin_is_a_number_of_at_least_0_or_the_row_is_bad(value):
+    with pytest.raises(BadRow, match="'margin' is"):
+        read_row({"prompt": "hi", "chosen": "a", "rejected": "b", "margin": value})
+
+
+@pytest.mark.parametrize(
+    ("value", "number"), [(0, 0), (1.5, 1.5), ("2", 2), (" 2.5e1 ", 25), (3e38, 3e38), (".5", 0.5)]
+)
+def test_a_margin_is_what_it_says(value, number):
+    assert only({"prompt": "hi", "chosen": "a", "rejected": "b", "margin": value}).margin == number
+
+
+@pytest.mark.parametrize("value", [True, "1_0", None, float("nan"), float("inf"), "٣", [1], 1e300])
+def test_a_score_is_a_number_or_the_row_is_bad(value):
+    with pytest.raises(BadRow, match=r"scores\[0\]"):
+        read_row({"prompt": "hi", "responses": ["a", "b"], "scores": [value, 1]})
+    if value is not None:
+        with pytest.raises(BadRow, match="score_chosen"):
+            read_row(
+                {"prompt": "hi", "chosen": "a", "rejected": "b", "score_chosen": value, "score_rejected": 0}
+            )
+
+
+def test_scores_that_prefer_the_rejected_answer_are_bad():
+    row = {"prompt": "hi", "chosen": "a", "rejected": "b", "score_chosen": 2, "score_rejected": 3.5}
+    with pytest.raises(BadRow, match="'score_chosen' is below 'score_rejected' by 1.5"):
+        read_row(row)
+
+
+# ---- --columns
+
+
+def test_columns_by_any_name(tmp_path, tiny_tokenizer):
+    path = write_rows(tmp_path / "rows.jsonl", [{"frage": "warm?", "prompt": "no", "antwort": "cold"}])
+    given = {"columns": "prompt=frage,response=antwort"}
+    ((context, learnt),) = texts(build(path, 1, tiny_tokenizer, tmp_path, **given), 1, tiny_tokenizer)
+    assert "warm?" in context and "cold" in learnt
+    data = build(path, 3, tiny_tokenizer, tmp_path, **given)
+    assert json.loads(data.train[0]["fields"]) == {"frage": "warm?", "antwort": "cold"}, "as the row has them"
+    other = build(path, 1, tiny_tokenizer, tmp_path, columns="prompt=prompt,response=antwort")
+    assert other.key != build(path, 1, tiny_tokenizer, tmp_path, **given).key
+    scored = [{"q": "q", "a": f"a{n}", "s": n} for n in range(2)]
+    path = write_rows(tmp_path / "scored.jsonl", scored)
+    data = build(path, 2, tiny_tokenizer, tmp_path, columns="prompt=q,response=a", score_column="s")
+    assert len(data.train) == 1
+
+
+def test_wrong_columns_are_named(tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", [{"frage": "warm?", "antwort": "cold"}])
+    for columns, reason in (
+        (
+            "prompt=question,response=antwort",
+            "the row has no `question`, which --columns prompt=question names",
+        ),
+        ("promt=frage", "--columns promt=frage: give NAME=COLUMN"),
+        ("prompt", "--columns prompt: give NAME=COLUMN"),
+    ):
+        (problem, *_) = check_sources(make_options(path, 1, tmp_path, columns=columns))
+        assert reason in problem
+    assert check_sources(make_options(path, 1, tmp_path, columns="prompt=frage,response=antwort")) == []
+    (problem,) = check_sources(make_options("stanfordnlp/SHP", 1, tmp_path, columns="prompt=frage"))
+    assert "an adapter with names of its own" in problem
+    with pytest.raises(ValueError, match="leave --columns out"):
+        load_source("stanfordnlp/SHP", own_names={"prompt": "frage"})
