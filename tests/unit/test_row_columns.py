@@ -1,4 +1,4 @@
-"""Nothing of a row is left out in silence: columns by other names, keys of turns, nulls, empty turns, numbers."""
+"""Nothing of a row is left out in silence: names of columns, keys of turns, nulls, empty turns, numbers."""
 
 import json
 from collections import Counter
@@ -111,11 +111,7 @@ def test_calls_tools_and_thoughts_go_with_the_turns():
     ]
     assert example.chosen.content == "cold"
     assert example.tools == '[{"type": "function", "function": {"name": "look", "parameters": {"z": 1}}}]'
-    assert (
-        only({"messages": turns, "functions": json.dumps(tools)}).tools
-        == example.tools.replace('"z": 1', '"z": 1, "a": null')
-        or only({"messages": turns, "functions": json.dumps(tools)}).tools == example.tools
-    )
+    assert only({"messages": turns, "functions": json.dumps(tools)}).tools == example.tools
 
 
 @pytest.mark.parametrize(
@@ -265,7 +261,7 @@ def test_one_system_message_is_enough():
         ({"prompt": "a", "chosen": [user("b"), reply("c")], "rejected": "d"}, "turns before the reply"),
         ({"answer": "a", "id": 3}, "the row has `answer`, but no `prompt`"),
         ({"a": 1, "b": None}, "the row has `a`: no column that a form begins with"),
-        ({"a": None}, "no column"),
+        ({"a": None}, "nothing but nulls"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_row_is_one_sentence(row, reason):

@@ -150,5 +150,5 @@ def _history(value: Any) -> tuple[Message, ...]:
 
 def listed(names: Iterable[str]) -> str:
     """Names of columns in a sentence."""
-    *first, last = map(quoted, [*names][:LONGEST_LIST] or ["no column"])
+    *first, last = [quoted(name) for name in names][:LONGEST_LIST] or ["nothing but nulls"]
     return f"{', '.join(first)} and {last}" if first else last
