@@ -207,13 +207,15 @@ def unpair(examples: Sequence[Example]) -> list[Example]:
     """Each answer of pairs and of rated Examples once, rated: good where it wins more often than it loses,
     bad where it loses more often, left out where both are equal. A label counts as one pair.
     """
-    wins: Counter[tuple[tuple[Message, ...], str]] = Counter()
+    wins: Counter[tuple[tuple[Message, ...], str | Message]] = Counter()
     for example in examples:
         for answer, won in ((example.chosen, 1), (example.rejected, -1)):
             if answer is not None:
                 wins[example.prompt, answer] += won
     return [
-        Example(prompt, **{"chosen" if won > 0 else "rejected": answer}, is_rated=True)
+        Example(
+            prompt, **{"chosen" if won > 0 else "rejected": answer}, tools=examples[0].tools, is_rated=True
+        )
         for (prompt, answer), won in wins.items()
         if won
     ]

@@ -10,6 +10,7 @@ from common.data.adapters.row_forms import read_row
 from common.data.data_options import check_sources
 from common.data.example import BadRow, EmptyRow, Message, missing_for
 from common.data.registry import load_source
+from common.data.stage_datasets import unpair
 
 
 def user(content, **keys):
@@ -236,6 +237,30 @@ def test_system_history_and_tools_stand_before_every_form(row):
     assert only(row | {"system": " ", "history": [], "tools": "", "images": []}).prompt[0].role == "user"
 
 
+@pytest.mark.parametrize(
+    ("columns", "first", "learnt"),
+    [
+        ({"prompt": "p", "chosen": "a", "rejected": "b"}, "p", "a"),
+        ({"prompt": "p", "answer": "a"}, "p", "a"),
+        ({"instruction": "p", "output": "a"}, "p", "a"),
+        ({"prompt": "p", "response": "a", "label": 1}, "p", "a"),
+        ({"prompt": "p"}, "warm?", "cold"),
+        ({"question": "p", "answer": "a"}, "warm?", "cold"),
+        ({"query": "p", "context": "a"}, "warm?", "cold"),
+        ({"response": "a", "label": True}, "warm?", "cold"),
+    ],
+)
+def test_which_columns_are_read_where_a_dialogue_stands_beside(columns, first, learnt):
+    example = only(columns | {"messages": [QUESTION, reply("cold")]})
+    assert (example.prompt[0].content, example.chosen) == (first, learnt)
+
+
+def test_rated_answers_keep_their_tools(tmp_path):
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b", "tools": [{"name": "look"}]}
+    examples = unpair(read_row(pair))
+    assert [bool(example.tools) for example in examples] == [True, True]
+
+
 def test_one_system_message_is_enough():
     turns = [{"role": "system", "content": "Be brief."}, QUESTION, reply("cold")]
     assert len(only({"messages": turns, "system": "Be brief. "}).prompt) == 2
@@ -310,8 +335,9 @@ def test_the_report_counts_columns_of_rows_that_are_joined(tmp_path, tiny_tokeni
     rows = [{"prompt": "q", "response": f"a{n}", "helpfulness": n, "coherence": 4} for n in range(3)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     assert build(path, 2, tiny_tokenizer, tmp_path).report.notes == [
-        f"{path}: column `coherence` is not read: 3 rows"
+        f"{path}: joined column `coherence` is not read: 3 rows"
     ]
+    assert build(path, 3, tiny_tokenizer, tmp_path).report.notes, "no reward sees it either"
     path = write_rows(
         tmp_path / "system.jsonl", [row | {"system": f"be {i // 2}"} for i, row in enumerate(rows)]
     )

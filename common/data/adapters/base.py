@@ -174,7 +174,7 @@ class AnyForm(Adapter):
 
     def unread(self, stage: int) -> list[str]:
         """See Adapter; step 3 hands columns to rewards."""
-        counts = {what: n for what, n in self._unread.items() if stage != 3 or what.startswith("key")}
+        counts = {what: n for what, n in self._unread.items() if stage != 3 or not what.startswith("column")}
         lines = [f"{what} is not read: {n:,} rows" for what, n in sorted(counts.items())[:MOST_UNREAD]]
         return lines + [f"{len(counts) - MOST_UNREAD} more are not read"] * (len(counts) > MOST_UNREAD)
 

@@ -11,6 +11,7 @@ from common.data.adapters.row_parts import (
     filled_text,
     finite_number,
     kind_of,
+    quoted,
     rank_by_score,
 )
 from common.data.example import BadRow, EmptyRow, Example, Message, Turn
@@ -30,7 +31,9 @@ def group_trees(rows: RawRows, unread: Counter[str]) -> RawRows:
     names: dict[int, Any] = {}
     for index, row in readable(rows):
         kept = {"id", *_MESSAGE_KEPT}
-        unread.update(f"column `{name}`" for name in row if row[name] is not None and name not in kept)
+        unread.update(
+            f"joined column {quoted(name)}" for name in row if row[name] is not None and name not in kept
+        )
         name, parent = row.get("message_id"), _parent_of(row)
         if isinstance(name, str | int) and (parent is None or isinstance(parent, str | int)):
             names[index] = name

@@ -67,8 +67,10 @@ class Row(dict[str, Any]):
             if own not in raw:
                 raise BadRow(f"the row has no {quoted(own)}, which --columns {name}={own} names")
         for name, names in COLUMN_NAMES.items():
-            own = next((n for n in names if n in self.keys() - self._names.values()), name)
-            self._names.setdefault(name, own)
+            free = self.keys() - self._names.values()
+            if name == "prompt" and "messages" in self:  # other names are notes on the dialogue
+                names = ("prompt", "instruction")
+            self._names.setdefault(name, next((n for n in names if n in free), name))
         if self.own("response") == "output" and "instruction" in self.keys() - self._names.values():
             self._names |= {} if "prompt" in (own_names or {}) else {"prompt": "instruction"}  # Alpaca's
         self._read = {"id"}  # it names the row
@@ -88,16 +90,16 @@ class Row(dict[str, Any]):
         """Whether there is something in a column that may be left out."""
         return name in self and not is_blank(self[name])
 
-    def prompt(self) -> tuple[Message, ...]:
-        """The dialogue or the question that the row asks, with what stands before it in other columns."""
-        return self.with_context(self.asked())
+    def prompt(self, column: str = "prompt") -> tuple[Message, ...]:
+        """The dialogue or the question in a column, with what stands before it in others."""
+        return self.with_context(self.asked(column))
 
-    def asked(self) -> tuple[Message, ...]:
+    def asked(self, column: str = "prompt") -> tuple[Message, ...]:
         """The dialogue or the question alone."""
-        if "messages" in self:
-            return parse_turns(self.own("messages"), self["messages"])
-        name = self.own("prompt")
-        value = self["prompt"]
+        name = self.own(column)
+        value = self[column]
+        if column == "messages":
+            return parse_turns(name, value)
         tasks = [task for task in _TASKS if task in self.keys()]
         if name not in tasks or not isinstance(value, str):
             return messages_from_prompt(value, name)

@@ -28,6 +28,7 @@ from common.data.adapters.row_parts import (
     parse_reply,
     parse_tools,
     parse_turns,
+    quoted,
     rank_by_score,
     reply_of,
     split_marked,
@@ -58,7 +59,7 @@ def _pair(row: Row) -> list[Example]:
     a tie where the scores that UltraFeedback's pairs bring along prefer neither answer.
     """
     answers = [row[name] for name in _SIDES]
-    prompt = row.asked() if "prompt" in row or "messages" in row else ()
+    prompt = next((row.asked(name) for name in ("prompt", "messages") if name in row), ())
     if all(isinstance(answer, list | tuple) for answer in answers):
         turns, others = (parse_turns(row.own(name), row[name])[:-1] for name in _SIDES)
         if turns != others:
@@ -189,7 +190,9 @@ def group_scored(
         except BadRow:
             continue
         names = {row.own(name) for name in (*BEFORE_THE_REPLY, "response")} | kept
-        unread.update(f"column `{name}`" for name in row if name not in names | {*NEVER_LEFT_OUT})
+        unread.update(
+            f"joined column {quoted(name)}" for name in row if name not in names | {*NEVER_LEFT_OUT}
+        )
         if "prompt" in row:
             before = [row[name] for name in BEFORE_THE_REPLY if name in row]
             keys[index] = canonical(before)
@@ -272,7 +275,7 @@ def _dialogue(row: Row) -> list[Example]:
     """All that the assistant says is learnt; what the user says after its last turn is left out, of
     `messages` the whole row serves as a prompt then.
     """
-    messages = row.prompt()
+    messages = row.prompt("messages")
     name = row.own("messages")
     if all(message.role != "assistant" for message in messages):
         return [Example(messages, absence=BadRow(f"`{name}` has no turn of the assistant"))]
@@ -282,14 +285,19 @@ def _dialogue(row: Row) -> list[Example]:
 
 
 def _rated(row: Row) -> list[Example]:
+    return _by_label(row, row.prompt(), row["response"])
+
+
+def _rated_dialogue(row: Row) -> list[Example]:
+    prompt = row.prompt("messages")[:-1]
+    if not prompt:
+        raise BadRow("`messages` has no turn before the answer that has a label")
+    return _by_label(row, prompt, row["messages"][-1:])
+
+
+def _by_label(row: Row, prompt: tuple[Message, ...], answer: Any) -> list[Example]:
     """One answer with a label; with one that says neither good nor bad it is but a prompt, for a reward."""
-    if "response" in row:
-        prompt = row.prompt()
-        reply = row.reply("response", prompt)
-    else:
-        *before, last = row.prompt()
-        prompt = tuple(before)
-        reply = parse_reply(row.own("messages"), row["messages"][-1:])
+    reply = parse_reply("the answer that has a label", answer, prompt)
     is_good = truth_of(row["label"], _LABELS)
     if is_good is None:
         reason = f"its {row.own('label')} {row['label']!r} says neither good nor bad"
@@ -315,8 +323,8 @@ class RowForm(NamedTuple):
 
 # The first form whose columns are all there is the row's form.
 ROW_FORMS = (
-    RowForm(("messages", *_SIDES), _pair),
     RowForm(("prompt", *_SIDES), _pair),
+    RowForm(("messages", *_SIDES), _pair),
     RowForm(("prompt", "pos_answers", "neg_answers"), _answer_lists),
     RowForm(("prompt", "ranked_answers"), _best_first),
     RowForm(("prompt", "responses", "scores"), partial(_numbered_responses, "scores")),
@@ -330,7 +338,7 @@ ROW_FORMS = (
         fits=lambda row: "parent_id" in row,
     ),
     RowForm(("prompt", "response", "label"), _rated),
-    RowForm(("messages", "label"), _rated),
+    RowForm(("messages", "label"), _rated_dialogue),
     RowForm(("prompt", "response"), partial(_reply_to, "response"), (1, 3)),
     RowForm(("prompt", "chosen"), partial(_reply_to, "chosen"), (1, 3)),
     RowForm(("messages",), _dialogue, (1, 3)),
