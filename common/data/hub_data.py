@@ -45,13 +45,17 @@ def has_hub_layout(path: Path) -> bool:
     """Whether a folder is a copy of a hub data set that only `datasets` can take apart: its README.md has
     configurations, or its files lie in folders below.
     """
-    if not path.is_dir():
-        return False
-    readme = path / "README.md"
-    if readme.is_file() and re.match(r"---\n(?:.*\n)*?configs:", readme.read_text(errors="replace")):
-        return True
+    if not path.is_dir() or has_configs(path):
+        return path.is_dir()
     has_train = any("train" in file.name.lower() and extension_of(file) for file in path.iterdir())
     return not has_train and any(extension_of(file) for file in path.glob("[!.]*/*"))
+
+
+def has_configs(path: Path) -> bool:
+    """Whether the README.md of a data set's folder names configurations."""
+    readme = snapshot_of(path) / "README.md"
+    text = readme.read_text(errors="replace") if readme.is_file() else ""
+    return re.match(r"---\n(?:.*\n)*?configs:", text) is not None
 
 
 def snapshot_of(path: Path) -> Path:

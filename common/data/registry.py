@@ -29,7 +29,7 @@ from common.data.adapters.base import (
     register_dataset,
 )
 from common.data.adapters.ported_class import PortedClass
-from common.data.hub_data import digest_local, load_local
+from common.data.hub_data import digest_local, has_configs, load_local
 from common.data.raw_rows import RawRows, canonical, extension_of
 from common.flags.problems import Problems, has_hub_form
 from common.ranks.failures import kind_and_line
@@ -128,8 +128,7 @@ def load_source(
 def _find_adapter(source: str, offered: dict[str, Any]) -> Adapter:
     class_path, path = _CLASS_PATH.fullmatch(source), Path(source)
     place, _, config = source.rpartition(":")
-    is_folder = Path(place).is_dir() and not (Path(place) / "__init__.py").exists()
-    if place and not path.exists() and (is_folder or _HUB_NAME.fullmatch(place)):
+    if place and not path.exists() and (has_configs(Path(place)) or _HUB_NAME.fullmatch(place)):
         adapter = _find_adapter(place, offered)
         adapter.hub_config = config
         return adapter

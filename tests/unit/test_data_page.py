@@ -224,6 +224,8 @@ class FakeSplit(list):
     [
         ("mkqa-Japanese", ("apple/mkqa", None), ("train", "test", "validation")),  # validation before test
         ("nvidia/HelpSteer3", ("nvidia/HelpSteer3", "preference"), ("train", "test", "validation")),
+        ("nvidia/HelpSteer3:edit", ("nvidia/HelpSteer3", "edit"), ("train", "test", "validation")),
+        ("owner/name:main", ("owner/name", "main"), ("train", "test", "validation")),
         (
             "HuggingFaceH4/ultrafeedback_binarized",
             ("HuggingFaceH4/ultrafeedback_binarized", None),
@@ -239,7 +241,8 @@ def test_where_a_name_lies(monkeypatch, name, asked, parts):
         return {part: FakeSplit(range(size)) for size, part in enumerate(parts, 1)}
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    train, held_out = hub_data.load_hub(name)
+    adapter = load_source(name).adapter
+    train, held_out = adapter.load()
     assert calls == [asked] and (len(train), len(held_out)) == (1, 3)
 
 

@@ -345,6 +345,12 @@ def test_the_report_counts_columns_of_rows_that_are_joined(tmp_path, tiny_tokeni
     assert [prompt for prompt, _, _ in texts(data, 2, tiny_tokenizer)] == ["be 0\n\nHuman: q\n\nAssistant:"]
 
 
+def test_a_name_of_a_column_cannot_write_on_the_screen():
+    unread = Counter()
+    read_row({"text": "a", "\x1b[2J\ud800" + "x" * 99: 1, "名": 2}, unread=unread)
+    assert set(unread) == {"column `\\x1b[2J\\ud800" + "x" * 59 + "`", "column `名`"}
+
+
 def test_many_columns_are_a_few_lines(tmp_path, tiny_tokenizer):
     row = {"prompt": "a", "answer": "b"} | {f"column {n}": n for n in range(50)}
     notes = build(write_rows(tmp_path / "rows.jsonl", [row]), 1, tiny_tokenizer, tmp_path).report.notes

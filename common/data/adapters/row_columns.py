@@ -59,9 +59,9 @@ class Row(dict[str, Any]):
 
     def __init__(self, raw: Mapping[str, Any], own_names: Mapping[str, str] | None = None) -> None:
         """`own_names` are those of --columns. Raises BadRow: the row lacks one of them."""
-        super().__init__({name: value for name, value in raw.items() if value is not None})
         if isinstance(raw.get("input"), Mapping):  # OpenAI's preferences: the dialogue and its tools
-            self.update(self.pop("input"))
+            raw = {name: value for name, value in raw.items() if name != "input"} | raw["input"]
+        super().__init__({name: value for name, value in raw.items() if value is not None})
         self._names = dict(own_names or {})
         for name, own in self._names.items():
             if own not in raw:

@@ -249,7 +249,8 @@ def unread_keys(value: Any) -> set[str]:
 
 def quoted(name: Any) -> str:
     """The name of a column or key as a message shows it."""
-    return f"`{str(name)[:LONGEST_NAME].encode('utf-8', 'backslashreplace').decode()}`"
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(name)[:LONGEST_NAME])
+    return f"`{shown}`"
 
 
 def parse_reply(column: str, value: Any, prompt: Sequence[Message] = ()) -> str | Message:
