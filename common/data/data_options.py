@@ -51,7 +51,8 @@ class DataOptions:
 
     def load_source(self, name: str, tokenizer: Any, max_rows: int | None = None) -> RawSource:
         """The source that an entry of --data_path names. Raises ValueError: see `registry.load_source`."""
-        own_names = dict(part.split("=", 1) for part in self.columns.split(",") if "=" in part)
+        parts = (part.partition("=") for part in self.columns.split(","))
+        own_names = {name: own for name, _, own in parts if own and name in FORM_COLUMNS}
         return load_source(name, self.score_column, max_rows, own_names, seed=self.seed, tokenizer=tokenizer)
 
     @property
@@ -133,7 +134,7 @@ def check_sources(options: DataOptions, tokenizer: Any = None) -> list[str]:
     it must lie in the library's cache then.
     """
     problems = options.problems()
-    any_form = False
+    last_of_a_form = 0
     for path in dict.fromkeys([*options.data_path, *options.sft_only_data_path]):
         flag = "--data_path" if path in options.data_path else "--sft_only_data_path"
         try:
@@ -141,15 +142,16 @@ def check_sources(options: DataOptions, tokenizer: Any = None) -> list[str]:
             if source.needs_hub and not hub_data.is_offline():
                 continue
             found = _row_problems(source, options)
-            any_form = any_form or (bool(found) and isinstance(source.adapter, AnyForm))
+            if found and isinstance(source.adapter, AnyForm):
+                last_of_a_form = len(problems) + len(found)
         except NoTokenizer:
             continue
         except (ValueError, OSError) as error:
             found = [str(error) if "--data_path" in str(error) else f"--data_path {path}: {error}"]
         problems += [problem.replace("--data_path", flag, 1) for problem in found]
-    if any_form:  # once, however many sources are wrong
-        known = accepted_forms(options.stage, is_unpaired=options.is_unpaired)
-        problems[-1] += f"; step {options.stage} reads {known}; docs/data.md has other names of these columns"
+    if last_of_a_form:  # once, however many sources are wrong
+        forms = accepted_forms(options.stage, is_unpaired=options.is_unpaired)
+        problems[last_of_a_form - 1] += f"; step {options.stage} reads {forms}; docs/data.md has other names"
     return problems
 
 

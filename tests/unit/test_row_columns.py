@@ -418,6 +418,7 @@ def test_wrong_columns_are_named(tmp_path):
             "the row has no `question`, which --columns prompt=question names",
         ),
         ("promt=frage", "--columns promt=frage: give NAME=COLUMN"),
+        ("prompt=frage,promt=x", "--columns promt=x: give NAME=COLUMN"),
         ("prompt", "--columns prompt: give NAME=COLUMN"),
     ):
         (problem, *_) = check_sources(make_options(path, 1, tmp_path, columns=columns))

@@ -250,18 +250,23 @@ def test_check_sources_tells_all_problems_at_once(tmp_path, write_rows, options)
     sft_only = write_rows(answers(2), "answers.jsonl")
     missing = str(tmp_path / "missing.jsonl")
     assert check_sources(options(good, 2)) == []
-    paths = [good, missing, wrong, sft_only]
+    paths = [good, wrong, sft_only, missing]
     problems = check_sources(replace(options(good, 2), data_path=paths, data_split="1,2"))
     expected = [
         "--data_split '1,2' must be three numbers",
-        "missing.jsonl: there is no such file",
         "wrong.jsonl:1: the row has `answer`, but no `prompt`",
         "answers.jsonl:1: there is no pair",
+        "missing.jsonl: there is no such file",
     ]
     assert len(problems) == len(expected)
     for problem, text in zip(problems, expected, strict=True):
         assert text in problem
-    assert ["step 2 reads messages/chosen/rejected | prompt/" in p for p in problems] == [False] * 3 + [True]
+    assert ["step 2 reads messages/chosen/rejected | prompt/" in p for p in problems] == [
+        False,
+        False,
+        True,
+        False,
+    ]
     (problem,) = check_sources(options(good, 2, data_split="1,0,1"))
     assert "--data_split 1,0,1 leaves nothing to step 2" in problem
 

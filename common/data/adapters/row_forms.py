@@ -5,6 +5,7 @@ A row is read by the names of the forms, whatever public data sets call its colu
 become pairs: each with every one below it (InstructGPT).
 """
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,9 +25,9 @@ from common.data.adapters.row_parts import (
     finite_number,
     kind_of,
     messages_from_prompt,
+    parse_functions,
     parse_replies,
     parse_reply,
-    parse_tools,
     parse_turns,
     quoted,
     rank_by_score,
@@ -380,7 +381,7 @@ def read_row(
 def _finish(row: Row, examples: list[Example], unread: Counter[str] | None = None) -> list[Example]:
     """Examples with the row's tools, and without replies where its `weight` says so."""
     if examples[0].prompt and row.is_filled("tools"):
-        tools = parse_tools(row.own("tools"), row["tools"])
+        tools = json.dumps(parse_functions(row.own("tools"), row["tools"]))
         examples = [replace(example, tools=tools) for example in examples]
     weight = truth_of(row["weight"], TRUTHS) if "weight" in row else True
     if not weight:

@@ -144,7 +144,8 @@ def _parse_turn(where: str, turn: Any) -> Turn:
     if speaker == "function_call":  # ShareGPT's
         calls, content = content, None
     if not is_blank(calls):
-        parts["tool_calls"] = [_parse_call(where, call) for call in _functions(f"{where}: tool_calls", calls)]
+        named = parse_functions(f"{where}: tool_calls", calls)
+        parts["tool_calls"] = [_parse_call(where, call) for call in named]
     extras = {name: part for name, part in sorted(parts.items()) if not is_blank(part)}
     message = Turn(
         role,
@@ -184,18 +185,18 @@ def _content_text(where: str, content: Any) -> str:
 
 def _is_learned(where: str, turn: Mapping[str, Any]) -> bool:
     """What the marks of a turn say; yes without any. Raises BadRow: a mark says neither yes nor no."""
-    marks = {name: turn[name] for name in _MARKS if turn.get(name) is not None}
-    answers = {name: truth_of(value, TRUTHS) for name, value in marks.items()}
-    for name, answer in answers.items():
-        if answer is None:
-            raise BadRow(
-                f"{where}[{name!r}] is {turn[name]!r}; a turn is learnt, 1 or true, or context, 0 or false"
-            )
+    answers = {name: truth_of(turn[name], TRUTHS) for name in _MARKS if turn.get(name) is not None}
+    unclear = [f"[{name!r}] is {turn[name]!r}" for name, answer in answers.items() if answer is None]
+    if unclear:
+        raise BadRow(f"{where}{unclear[0]}; a turn is learnt, 1 or true, or context, 0 or false")
     return all(answer != (name == "masked") for name, answer in answers.items())
 
 
-def _functions(where: str, value: Any) -> list[dict[str, Any]]:
-    """Tools, or calls of them, in OpenAI's form: each {"type": "function", "function": {"name", ...}}."""
+def parse_functions(where: str, value: Any) -> list[dict[str, Any]]:
+    """Tools, or calls of them, in OpenAI's form: each {"type": "function", "function": {"name", ...}}.
+
+    They are a list, one of them, or the JSON text of these. Raises BadRow: none of them.
+    """
     value = without_nulls(from_json(where, value))
     result = []
     for item in [value] if isinstance(value, Mapping) else filled_list(where, value):
@@ -212,11 +213,6 @@ def _parse_call(where: str, call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise BadRow(f"{where}: the arguments of a tool call are {kind_of(given)}, not an object")
     return call | {"function": {**call["function"], "arguments": given}}
-
-
-def parse_tools(column: str, value: Any) -> str:
-    """A list of tools, or its JSON text, as the JSON of a list of OpenAI's tools. Raises BadRow."""
-    return json.dumps(_functions(column, value))
 
 
 def from_json(where: str, value: Any) -> Any:
