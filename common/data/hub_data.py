@@ -45,10 +45,9 @@ def has_hub_layout(path: Path) -> bool:
     """Whether a folder is a copy of a hub data set that only `datasets` can take apart: its README.md has
     configurations, or its files lie in folders below.
     """
-    if not path.is_dir() or has_configs(path):
-        return path.is_dir()
-    has_train = any("train" in file.name.lower() and extension_of(file) for file in path.iterdir())
-    return not has_train and any(extension_of(file) for file in path.glob("[!.]*/*"))
+    tables = [file for file in path.rglob("*") if extension_of(file)]
+    has_train = any("train" in file.name.lower() for file in tables if file.parent == path)
+    return has_configs(path) or (not has_train and any(file.parent != path for file in tables))
 
 
 def has_configs(path: Path) -> bool:

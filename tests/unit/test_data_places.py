@@ -69,6 +69,14 @@ def test_a_downloaded_hub_folder(copy, capfd):
     assert load_source(str(copy)).digest() != before
 
 
+def test_the_layout_of_the_hubs_parquet_copy(tmp_path):
+    for split in ("train", "validation"):
+        write_parquet(tmp_path / f"set/default/{split}/0000.parquet", rows(split))
+    source = load_source(str(tmp_path / "set/default"))
+    assert (prompts(source.train)[0], prompts(source.eval)[0]) == ("train 0", "validation 0")
+    assert len(load_source(str(tmp_path / "set")).train) == 2
+
+
 def test_configurations_of_a_folder_are_named(copy, monkeypatch):
     (copy / "README.md").write_text(CONFIGS.format("main", "extra"))
     os.rename(copy / "data/test-00000-of-00001.parquet", copy / "data/held-00000-of-00001.parquet")

@@ -261,7 +261,7 @@ def test_check_sources_tells_all_problems_at_once(tmp_path, write_rows, options)
     assert len(problems) == len(expected)
     for problem, text in zip(problems, expected, strict=True):
         assert text in problem
-    assert ["step 2 reads messages/chosen/rejected | prompt/" in p for p in problems] == [
+    assert ["step 2 reads prompt/chosen/rejected | " in p for p in problems] == [
         False,
         False,
         True,

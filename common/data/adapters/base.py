@@ -152,10 +152,9 @@ class AnyForm(Adapter):
         _, first = next(readable(rows), (0, {}))
         if first.keys() >= set(message_trees.MESSAGE_COLUMNS):
             return message_trees.group_trees(rows, self._unread)
-        try:
-            row = row_forms.Row(first, self.own_names)
-        except BadRow:  # its columns are not there; it is named when it is read
+        if not first.keys() >= {*self.own_names.values()}:  # it is bad, and named when it is read
             return rows
+        row = row_forms.Row(first, self.own_names)
         if not ("prompt" in row and "response" in row) or "rejected" in row:
             return rows
         if self.score_column in first:

@@ -20,10 +20,10 @@ from common.data.adapters.row_parts import (
     ANSWER_NAMES,
     SCORE_NAMES,
     TRUTHS,
+    expect,
     filled_list,
     filled_text,
     finite_number,
-    kind_of,
     messages_from_prompt,
     parse_functions,
     parse_replies,
@@ -95,13 +95,13 @@ def _margin(row: Row) -> float:
 
 
 def _is_tie(row: Row) -> bool:
-    if "score_chosen" not in row or "score_rejected" not in row:
-        return False
-    lead = finite_number("score_chosen", row["score_chosen"])
-    lead -= finite_number("score_rejected", row["score_rejected"])
-    if lead < 0:
-        raise BadRow(f"'score_chosen' is below 'score_rejected' by {-lead:g}; exchange the two answers")
-    return lead == 0
+    names = ("score_chosen", "score_rejected")
+    scores = [finite_number(name, row[name]) for name in names if name in row]
+    if len(scores) == 2 and scores[0] < scores[1]:
+        raise BadRow(
+            f"'score_chosen' {scores[0]:g} is below 'score_rejected' {scores[1]:g}; exchange the two"
+        )
+    return len(scores) == 2 and scores[0] == scores[1]
 
 
 def _answer_lists(row: Row) -> list[Example]:
@@ -160,10 +160,8 @@ def _ranked_objects(row: Row) -> list[Example]:
 
 def _first_of(where: str, item: Any, names: Sequence[str]) -> str:
     """The first of `names` under which an object has something."""
-    if not isinstance(item, Mapping):
-        raise BadRow(f"{where} is {kind_of(item)}, not an object")
     for name in names:
-        if item.get(name) is not None:
+        if expect(where, item, Mapping, "an object").get(name) is not None:
             return name
     raise BadRow(f"{where} has none of {', '.join(names)}")
 
@@ -186,10 +184,9 @@ def group_scored(
     keys = {}
     kept = {"id", score_column}
     for index, raw in readable(rows):
-        try:
-            row = Row(raw, own_names)
-        except BadRow:
+        if not raw.keys() >= {*own_names.values()}:  # it is bad, and named when it is read
             continue
+        row = Row(raw, own_names)
         names = {row.own(name) for name in (*BEFORE_THE_REPLY, "response")} | kept
         unread.update(
             f"joined column {quoted(name)}" for name in row if name not in names | {*NEVER_LEFT_OUT}

@@ -126,8 +126,7 @@ def parse_turns(column: str, value: Any) -> tuple[Message, ...]:
 
 
 def _parse_turn(where: str, turn: Any) -> Turn:
-    if not isinstance(turn, Mapping):
-        raise BadRow(f"{where} is {kind_of(turn)}, not an object with 'role' and 'content'")
+    expect(where, turn, Mapping, "an object with 'role' and 'content'")
     parts = {key: _only_value(where, turn, names) for key, names in _TURN_NAMES.items()}
     speaker, content, calls = (parts.pop(key) for key in ("role", "content", "tool_calls"))
     if speaker is None or not (calls or any(name in turn for name in _TURN_NAMES["content"])):
@@ -139,8 +138,7 @@ def _parse_turn(where: str, turn: Any) -> Turn:
         if not is_blank(turn.get(name)):
             raise BadRow(f"{where} has {name!r}, which cannot be used there; {cure}")
     for name, text in parts.items():
-        if text is not None and not isinstance(text, str):
-            raise BadRow(f"{where}: {name} is {kind_of(text)}, not text")
+        expect(f"{where}: {name}", text or "", str, "text")
     if speaker == "function_call":  # ShareGPT's
         calls, content = content, None
     if not is_blank(calls):
@@ -170,10 +168,8 @@ def _content_text(where: str, content: Any) -> str:
     """A text, or a list of parts that are texts. Raises BadRow: another kind of part."""
     if isinstance(content, str | None):
         return content or ""
-    if not isinstance(content, list | tuple):
-        raise BadRow(f"{where}['content'] is {kind_of(content)}, not text")
     texts = []
-    for part in content:
+    for part in expect(f"{where}['content']", content, list | tuple, "text"):
         part = {"text": part} if isinstance(part, str) else part
         kind = part.get("type") if isinstance(part, Mapping) else kind_of(part)
         text = part.get("text") if kind in (None, *_TEXT_PARTS) else None
@@ -210,8 +206,7 @@ def parse_functions(where: str, value: Any) -> list[dict[str, Any]]:
 def _parse_call(where: str, call: dict[str, Any]) -> dict[str, Any]:
     """A tool call with its arguments as an object."""
     given = from_json(f"{where}: arguments", call["function"].get("arguments") or {})
-    if not isinstance(given, Mapping):
-        raise BadRow(f"{where}: the arguments of a tool call are {kind_of(given)}, not an object")
+    expect(f"{where}: arguments of a tool call", given, Mapping, "an object")
     return call | {"function": {**call["function"], "arguments": given}}
 
 
@@ -280,9 +275,8 @@ def spoken(messages: Sequence[Message]) -> list[tuple[str, str]]:
 
 def parse_replies(column: str, value: Any, prompt: Sequence[Message] = ()) -> list[str | Message]:
     """The replies of a list column. Raises BadRow where one is no reply, EmptyRow where there is none."""
-    return [
-        parse_reply(f"{column}[{i}]", reply, prompt) for i, reply in enumerate(filled_list(column, value))
-    ]
+    replies = ("" if reply is None else reply for reply in filled_list(column, value))  # absent: empty
+    return [parse_reply(f"{column}[{i}]", reply, prompt) for i, reply in enumerate(replies)]
 
 
 def is_blank(value: Any) -> bool:
@@ -294,27 +288,21 @@ def is_blank(value: Any) -> bool:
 
 def filled_text(column: str, value: Any) -> str:
     """The text in a column. Raises BadRow where it is no text, EmptyRow where it is empty."""
-    if not isinstance(value, str):
-        raise BadRow(f"{column!r} is {kind_of(value)}, not text")
-    if not value.strip():
+    if is_blank(expect(repr(column), value, str, "text")):
         raise EmptyRow(f"{column!r} is empty")
     return value
 
 
 def filled_list(column: str, value: Any) -> list | tuple:
     """The list in a column. Raises BadRow where it is no list, EmptyRow where it is empty."""
-    if not isinstance(value, list | tuple):
-        raise BadRow(f"{column!r} is {kind_of(value)}, not a list")
-    if not value:
+    if is_blank(expect(repr(column), value, list | tuple, "a list")):
         raise EmptyRow(f"{column!r} is empty")
     return value
 
 
 def member(column: str, value: Any, name: str) -> Any:
     """The value under a name of an object column. Raises BadRow where there is none."""
-    if not isinstance(value, Mapping):
-        raise BadRow(f"{column!r} is {kind_of(value)}, not an object")
-    if name not in value:
+    if name not in expect(repr(column), value, Mapping, "an object"):
         raise BadRow(f"{column!r} has no {name!r}")
     return value[name]
 
@@ -338,6 +326,13 @@ def truth_of(value: Any, words: Mapping[str, bool]) -> bool | None:
     with suppress(BadRow):
         text = f"{finite_number('label', value) + 0.0:g}"  # no -0
     return words.get(text)
+
+
+def expect(where: str, value: Any, kind: Any, words: str) -> Any:
+    """A value of a kind. Raises BadRow: it is of another."""
+    if not isinstance(value, kind):
+        raise BadRow(f"{where} is {kind_of(value)}, not {words}")
+    return value
 
 
 def kind_of(value: Any) -> str:
