@@ -77,6 +77,24 @@ def test_which_columns_are_read_where_a_dialogue_stands_beside(columns, first, l
     assert (example.prompt[0].content, example.chosen) == (first, learnt)
 
 
+@pytest.mark.parametrize("task", ["instruction", "question", "query"])
+@pytest.mark.parametrize("more", ["input", "context"])
+def test_what_goes_with_a_request_follows_it(task, more):
+    example = only({task: "warm?", more: "Here.", "response": "cold"})
+    assert (said(example.prompt), example.chosen) == ([("user", "warm?\n\nHere.")], "cold")
+    assert only({"prompt": "warm?", more: "Here.", "response": "cold"}).prompt == (Message("user", "warm?"),)
+
+
+def test_a_response_of_turns_follows_the_prompt_or_is_the_whole_conversation():
+    before = [user("hi"), reply("hello"), QUESTION]
+    after = [reply("I look"), {"role": "tool", "content": "3"}, reply("cold")]
+    for response in (after, [*before, *after]):
+        example = only({"prompt": before, "response": response})
+        assert [m.content for m in example.prompt] == ["hi", "hello", "warm?", "I look", "3"]
+        learned = [m.content for m in example.prompt if m.role == "assistant" and m.is_learned]
+        assert (learned, example.chosen, example.learn_all_turns) == (["I look"], "cold", True)
+
+
 def test_rated_answers_keep_their_tools(tmp_path):
     pair = {"prompt": "q", "chosen": "a", "rejected": "b", "tools": [{"name": "look"}]}
     examples = unpair(read_row(pair))
