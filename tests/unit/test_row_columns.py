@@ -8,7 +8,7 @@ from stage_texts import build, make_options, texts, write_rows
 
 from common.data.adapters.row_forms import read_row
 from common.data.data_options import check_sources
-from common.data.example import BadRow, EmptyRow, missing_for
+from common.data.example import BadRow, EmptyRow, Message, missing_for
 from common.data.registry import load_source
 from common.data.stage_datasets import unpair
 
