@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from common.data.dialogue import num_token_ids
 from common.flags.args import REQUIRED, Problems, flag, parse_args
 from common.models.loading import plain_model
 from common.models.policy_model import language_model
@@ -61,11 +62,11 @@ def build_module(args: Any, tokenizer: Any, part: str) -> nn.Module:
         is_critic = part == "critic"
         load = training_loop.load_ranker if is_critic else training_loop.load_policy
         role = args.critic if is_critic else args.actor
-        return load(args, {}, len(tokenizer), dropout=0.0, role=role)
+        return load(args, {}, num_token_ids(tokenizer), dropout=0.0, role=role)
     if isinstance(args, SFTArguments):
-        return training_loop.load_policy(args, {}, len(tokenizer), dropout=args.dropout)
+        return training_loop.load_policy(args, {}, num_token_ids(tokenizer), dropout=args.dropout)
     load = training_loop.load_ranker if args.kind == "reward" else training_loop.load_policy
-    return load(args, {}, len(tokenizer), dropout=args.dropout or 0.0)
+    return load(args, {}, num_token_ids(tokenizer), dropout=args.dropout or 0.0)
 
 
 @torch.no_grad()

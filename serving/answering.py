@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from common.data.dialogue import TEMPLATE_NAMES, Segment, Template, build_template
+from common.data.dialogue import TEMPLATE_NAMES, Segment, Template, build_template, num_token_ids
 from common.data.example import BadRow, Message
 from common.data.registry import load_source
 from common.flags.args import DecodeArguments, Problems, TokenizerArguments, flag
@@ -105,6 +105,7 @@ class Answerer:
     ) -> None:
         """Without `seed` other random numbers are used every time."""
         self.model, self.template, self.tokenizer = model, template, template.tokenizer
+        self.num_token_ids = num_token_ids(self.tokenizer)
         self.max_length = getattr(model.config, "max_position_embeddings", None) or _ENDLESS_POSITIONS
         num_new = max(min(sampling.max_new_tokens, self.max_length - _MIN_PROMPT_TOKENS), 1)
         self.sampling = dataclasses.replace(sampling, max_new_tokens=num_new)
@@ -158,7 +159,7 @@ class Answerer:
             max_new_tokens=self.sampling.max_new_tokens,
             stop_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
-            num_valid_tokens=len(tokenizer),
+            num_valid_tokens=self.num_token_ids,
             temperature=sampling.temperature or 1.0,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
@@ -220,9 +221,7 @@ class Answerer:
         with _device_lock:
             hidden = compute_hidden(self.model, inputs)[slots].split(_POSITIONS_AT_A_TIME)  # (T - 1, H)
             for states, expected in zip(hidden, ids[1:].split(_POSITIONS_AT_A_TIME), strict=True):
-                logprobs = (
-                    form.transform(head(states).float())[:, : len(self.tokenizer)].log_softmax(-1).cpu()
-                )
+                logprobs = form.transform(head(states).float())[:, : self.num_token_ids].log_softmax(-1).cpu()
                 own = logprobs.gather(1, expected.unsqueeze(1)).squeeze(1).tolist()
                 values, likeliest = (part.tolist() for part in logprobs.topk(num_top, dim=-1))
                 tops = [list(zip(*pair, strict=True)) for pair in zip(likeliest, values, strict=True)]
@@ -286,7 +285,7 @@ def load_answerer(
         dropout=0.0,
         trust_remote_code=args.trust_remote_code,
     )
-    model = load_causal_lm(options, len(template.tokenizer))
+    model = load_causal_lm(options, num_token_ids(template.tokenizer))
     if base != path:
         model = merge_adapter(model, path)
     uses_graphs = not args.no_cuda_graphs

@@ -15,6 +15,7 @@ from pathlib import Path
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from common.data.dialogue import num_token_ids
 from common.data.packed_batch import collate_sft
 from common.data.stage_datasets import build_data
 from common.programs import single_model, startup, training_loop
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         batches = single_model.build_global_batches(args, data.train, collate_sft, ["input_ids"])
     num_steps = training_loop.count_steps(args, len(batches))
     with startup.as_problem(start.problems), watchdog.phase("the loading of the model"):
-        num_tokens = len(start.tokenizer)
+        num_tokens = num_token_ids(start.tokenizer)
         model = training_loop.load_policy(args, start.ds_config, num_tokens, dropout=args.dropout)
         trainer = single_model.build_trainer(SFTTrainer, start, model, batches, num_steps)
     single_model.train(start, data, batches, trainer, held_out=data.eval)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tokenizers import AddedToken, Tokenizer, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from common.data.example import BadRow, Message, Turn
 from common.ranks.failures import first_line
@@ -83,6 +83,14 @@ def adds_bos(tokenizer: PreTrainedTokenizerFast) -> bool:
     if tokenizer.bos_token_id is None:
         return False
     return tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
+
+
+def num_token_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The highest id of a token + 1: rows of a model from there on are padding of its vocabulary.
+
+    It is not the number of tokens: some vocabularies leave ids out between their text and special tokens.
+    """
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def vocabulary_difference(

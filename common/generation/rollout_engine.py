@@ -7,6 +7,7 @@ import torch
 from deepspeed.runtime.rollout import RolloutBatch, RolloutEngine, RolloutRequest, SamplingConfig
 from transformers import PreTrainedTokenizerBase
 
+from common.data.dialogue import num_token_ids
 from common.generation.decode import SamplingOptions
 from common.generation.hybrid_engine import HybridEngine
 from common.ranks import distributed
@@ -31,7 +32,7 @@ class HybridRolloutEngine(RolloutEngine):
         self._fixed = {
             "stop_token_id": _NO_STOP_TOKEN if eos_id is None else eos_id,
             "pad_token_id": eos_id if pad_id is None else pad_id,
-            "num_valid_tokens": len(tokenizer),
+            "num_valid_tokens": num_token_ids(tokenizer),
             "seed": seed,
         }
         self._num_sampled = 0  # responses of this rank, in all calls

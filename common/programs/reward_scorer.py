@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from common.data.dialogue import Tokenised, build_template
+from common.data.dialogue import Tokenised, build_template, num_token_ids
 from common.data.example import Message
 from common.data.packed_batch import pack_rows, score_by_length
 from common.flags.args import TokenizerArguments
@@ -77,4 +77,4 @@ def load_frozen_value_model(
         trust_remote_code=args.trust_remote_code,
     )
     lora = LoraOptions(folder=name) if is_adapter(name) else None
-    return load_value_model(options, len(tokenizer), lora).to(distributed.device()).eval()
+    return load_value_model(options, num_token_ids(tokenizer), lora).to(distributed.device()).eval()

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from common.data.dialogue import num_token_ids
 from common.models.loading import plain_model
 from common.models.lora import TrainedWeight, trained_weights
 from common.models.saved_adapters import ADAPTER_CONFIG, POOLING
@@ -108,7 +109,7 @@ def _write_model(
     plain: PreTrainedModel, state: dict[str, torch.Tensor], tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
     """Write weights, as many rows of them as there are tokens, and configuration; `plain` is not changed."""
-    num_rows = max(plain.num_exported_rows, len(tokenizer))
+    num_rows = max(plain.num_exported_rows, num_token_ids(tokenizer))
     _set_num_rows(plain, state, num_rows)
     token_ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     exported = copy.copy(plain)  # the same modules, with configurations of its own
