@@ -25,6 +25,7 @@ from common.data.example import BadRow, Message
 from common.data.registry import load_source
 from common.flags.args import DecodeArguments, Problems, TokenizerArguments, flag
 from common.generation.decode import SamplingOptions
+from common.generation.decode_probe import why_not_generated
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
 from common.models.loading import DTYPES, ModelOptions, compute_hidden, load_causal_lm
@@ -32,7 +33,7 @@ from common.models.lora import trained_weights
 from common.models.model_inputs import build_model_inputs
 from common.models.output_head import read_logit_transform
 from common.models.saved_adapters import ADAPTER_WEIGHTS, base_of, read_adapter_config
-from common.programs import startup
+from common.programs import model_checks, startup
 from common.ranks import distributed
 from common.ranks.failures import first_line
 from serving.text_stream import Answer, TextStream
@@ -265,9 +266,13 @@ def load_template(
 
     That is --template, or else what the model of `trained_path` (empty: of `path`) was trained with.
     """
-    if startup.check_model(flag_name, path, args, problems, takes_adapter=True) is None:
+    config = startup.check_model(flag_name, path, args, problems, takes_adapter=True)
+    if config is None:
         return None
+    if reason := why_not_generated(config, trusts_code=args.trust_remote_code):
+        problems.add(f"{flag_name} {path}: {reason}; ask it by transformers: `transformers chat {path}`")
     tokenizer = startup.check_tokenizer(flag_name, path, args, problems)
+    startup.print_note(*model_checks.check_new_tokens(flag_name, config, tokenizer, args, problems))
     own = dataclasses.replace(args)  # each model has a template of its own
     template, notes = startup.find_template(flag_name, trained_path or path, own, tokenizer, problems)
     startup.print_note(*notes)

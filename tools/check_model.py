@@ -38,7 +38,7 @@ from common.models.attention import KERNELS, plain_attention, takes_packed
 from common.models.loading import DTYPES, ModelOptions, build_position_ids, forward_accepts, load_causal_lm
 from common.models.model_inputs import build_model_inputs
 from common.models.policy_model import PolicyModel
-from common.programs import startup
+from common.programs import model_checks, startup
 from common.ranks import distributed
 from common.ranks.failures import kind_and_line
 from tools.terminal import CONSOLE, run_tool, visible
@@ -110,7 +110,7 @@ def check_flags(args: CheckModelArguments, problems: Problems) -> PreTrainedToke
     tokenizer = startup.check_tokenizer("--path", args.path, args, problems) if config else None
     if config:
         num_tokens = args.max_new_tokens + max(LENGTHS)
-        startup.check_length(config, num_tokens, "--max_new_tokens and a prompt", problems)
+        model_checks.check_length(config, num_tokens, "--max_new_tokens and a prompt", problems)
         is_classifier = any("Classification" in name for name in config.architectures or [])
         problems.check(not is_classifier, f"--path {args.path} is a classifier; give a causal LM")
     problems.exit_if_any()

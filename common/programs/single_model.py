@@ -13,7 +13,8 @@ from common.engine.ds_config import build_engine, config_of
 from common.engine.engine_step import LossTerm, compute_gradients, take_steps
 from common.flags.args import Problems
 from common.models.four_bit import refusals
-from common.programs import startup
+from common.models.saved_adapters import is_adapter
+from common.programs import model_checks, startup
 from common.programs.startup import Start
 from common.programs.training_loop import build_logger, run_steps, runs_packed, save_model
 from common.ranks import distributed, watchdog
@@ -47,14 +48,20 @@ def begin(
         f"--max_tokens_per_micro_batch {caps}: this step's passes without gradients are as large as "
         f"--per_device_eval_batch_size says; give {caps.train} alone",
     )
-    startup.check_length(config, args.max_seq_len, f"--max_seq_len {args.max_seq_len}", problems)
+    is_ranker = getattr(args, "kind", "") == "reward"
+    model_checks.check_family(flag, config, args, problems, is_ranker=is_ranker)
+    model_checks.check_length(config, args.max_seq_len, f"--max_seq_len {args.max_seq_len}", problems)
     if check and config:
         check(config, args, problems)
     if args.lora_dim:
-        startup.check_lora("--lora_module_name", config, args.lora_module_name, args, problems)
+        model_checks.check_lora("--lora_module_name", config, args.lora_module_name, args, problems)
     for refusal in refusals(args):
         problems.add(refusal)
     start.tokenizer = config and startup.check_tokenizer(flag, args.model_name_or_path, args, problems)
+    lora_flag = "--lora_dim" if args.lora_dim or is_adapter(args.model_name_or_path) else ""
+    start.notes += model_checks.check_new_tokens(
+        flag, config, start.tokenizer, args, problems, lora_flag=lora_flag
+    )
     startup.finish_checks(start, flag)
     rows = args.per_device_train_batch_size
     start.ds_config = config_of(args, zero_stage=args.zero_stage, offload=args.offload, micro_batch_size=rows)
