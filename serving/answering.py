@@ -269,8 +269,13 @@ def load_template(
     config = startup.check_model(flag_name, path, args, problems, takes_adapter=True)
     if config is None:
         return None
-    if reason := why_not_generated(config, trusts_code=args.trust_remote_code):
-        problems.add(f"{flag_name} {path}: {reason}; ask it by transformers: `transformers chat {path}`")
+    num_problems = len(problems.messages)
+    model_checks.check_family(flag_name, config, args, problems)
+    probe = functools.partial(why_not_generated, config, trusts_code=args.trust_remote_code)
+    if len(problems.messages) == num_problems and (reason := probe()):
+        works = f"ask it by transformers' own `generate`: `transformers chat {path}`"
+        cure = "give a model of another family" if probe(by_transformers=True) else works
+        problems.add(f"{flag_name} {path}: {reason}; {cure}")
     tokenizer = startup.check_tokenizer(flag_name, path, args, problems)
     startup.print_note(*model_checks.check_new_tokens(flag_name, config, tokenizer, args, problems))
     own = dataclasses.replace(args)  # each model has a template of its own
