@@ -188,8 +188,8 @@ def set_dropout(owner: PreTrainedConfig | nn.Module, dropout: float) -> None:
         elif isinstance(value, int | float) and not isinstance(value, bool):
             if "jitter" in name or "layerdrop" in name:
                 numbers[name] = value if dropout else 0.0
-            elif "drop" in name:
-                numbers[name] = dropout
+            elif "drop" in name:  # a whole number where a whole one was: MPT's class reads no other back
+                numbers[name] = type(value)(dropout) if float(dropout).is_integer() else dropout
     if isinstance(owner, nn.Module):
         if isinstance(owner, _DropoutNd):
             owner.p = dropout

@@ -85,6 +85,9 @@ def _shorten(config: PreTrainedConfig) -> None:
         kept = sorted({kinds.index(kind) for kind in kinds})
         if len(kept) == 1:
             kept = [*range(max(map(derived.index, derived)) + 1 if derived else 2)]
+        if numbers.get("num_kv_shared_layers"):  # the last layers read keys of earlier ones of their kind
+            kept = kept * 2
+            numbers["num_kv_shared_layers"] = len(kept) // 2
         numbers |= {name: [x[layer] for layer in kept] for name, x in by_layer.items()}
         numbers |= {name: [kept.index(n) for n in x if n in kept] for name, x in numbered.items()}
         numbers |= {name: min(numbers[name] or 0, len(kept)) for name in _LAYERS & numbers.keys()}
@@ -114,6 +117,8 @@ def _narrow(config: PreTrainedConfig) -> None:
         for name, value in vars(part).items():
             if type(value) is int and value > 1:
                 vars(part)[name] = _few(name, value, heads or 0, width, widths)
+            elif isinstance(value, list) and "intermediate" in name:
+                vars(part)[name] = [min(number, 64) for number in value]
 
 
 def _few(name: str, value: int, heads: int, width: int | None, widths: dict[int, int]) -> int:
