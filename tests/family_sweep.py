@@ -111,12 +111,12 @@ def sweep(family: str) -> Row:
         return Row(family, f"refused ({cause})", of_value)
     if probe.note and "could not be tried" in probe.note:
         return Row(family, f"not tried ({probe.note.split('(')[1].split(':')[0]})", of_value)
+    slots, plainly = (why_not_generated(config, by_transformers=way) for way in (False, True))
     with torch.no_grad():
         model, rows = small_model(
             AutoModelForCausalLM, AutoConfig.for_model(family, **OWN.get(family, {})), False
         )
         of_policy = "packed" if probe.packs and takes_packed(model) else "padded"
-        slots, plainly = (why_not_generated(config, by_transformers=way) for way in (False, True))
         return Row(
             family,
             of_policy,

@@ -7,10 +7,13 @@ import copy
 import itertools
 import re
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from common.ranks import distributed
 
 MAX_PARAMETERS = 2**21  # a configuration with more of them is made narrow
 _NUM_HEADS = 2
@@ -30,13 +33,19 @@ _MOST = {
     r"max_position_embeddings|n_positions": 512,
 }
 _MEASURED: dict[Any, Any] = {}
+_REPLICAS: list[PreTrainedModel] = []  # of the measurement that runs
 
 
 def measure_once(measure: Callable[..., Any], config: PreTrainedConfig, *more: Any) -> Any:
     """What `measure(config, *more)` says of a copy of the configuration, which it is asked once."""
     key = measure, type(config), config.to_json_string(use_diff=False), more
     if key not in _MEASURED:
-        _MEASURED[key] = measure(copy.deepcopy(config), *more)
+        with distributed.on_cpu():
+            _MEASURED[key] = measure(copy.deepcopy(config), *more)
+        for parameter in chain.from_iterable(model.parameters() for model in _REPLICAS):
+            parameter.data = parameter.data.new_empty(0)  # hooks hold it until garbage is collected
+            parameter.grad = None
+        _REPLICAS.clear()
     return _MEASURED[key]
 
 
@@ -63,6 +72,7 @@ def build_replica(auto_class: Any, config: PreTrainedConfig, **how: Any) -> PreT
                 parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+    _REPLICAS.append(model)
     return model
 
 

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 import transformers
+from pretended_gpu import pretended_gpu
 from tiny_configs import CONFIGS, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -160,6 +161,22 @@ def test_each_kind_of_layer_is_there_once():
     replica = build_replica(AutoModelForCausalLM, copy.deepcopy(config))
     assert replica.config.layer_types == ["sliding_attention", "full_attention"]
     assert replica.num_parameters() < 2**24
+
+
+def test_on_a_gpu_it_is_measured_on_the_cpu():
+    config = config_of("llama", hidden_size=40, num_attention_heads=2)
+    with pretended_gpu():
+        probe = probe_family(AutoModelForCausalLM, config)
+        slots = why_not_generated(config)
+    assert (probe.refusal, probe.note, probe.packs, slots) == ("", "", True, "")
+
+
+def test_the_memory_of_a_replica_is_given_back(monkeypatch):
+    held, build = [], build_replica
+    monkeypatch.setattr(family_probe, "build_replica", lambda *a, **k: held.append(build(*a, **k)) or held[0])
+    policy_probe("llama", hidden_size=56)
+    assert sum(p.numel() for p in held[0].parameters()) == 0
+    assert all(p.grad is None for p in held[0].parameters())
 
 
 def test_random_numbers_go_on_as_without_a_probe():
