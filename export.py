@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from common.data.tokenizer import num_token_ids
 from common.flags.args import REQUIRED, Problems, flag, parse_args
 from common.models.loading import plain_model
 from common.models.policy_model import language_model
@@ -61,11 +62,11 @@ def build_module(args: Any, tokenizer: Any, part: str) -> nn.Module:
         is_critic = part == "critic"
         load = training_loop.load_ranker if is_critic else training_loop.load_policy
         role = args.critic if is_critic else args.actor
-        return load(args, {}, len(tokenizer), dropout=0.0, role=role)
+        return load(args, {}, num_token_ids(tokenizer), dropout=0.0, role=role)
     if isinstance(args, SFTArguments):
-        return training_loop.load_policy(args, {}, len(tokenizer), dropout=args.dropout)
+        return training_loop.load_policy(args, {}, num_token_ids(tokenizer), dropout=args.dropout)
     load = training_loop.load_ranker if args.kind == "reward" else training_loop.load_policy
-    return load(args, {}, len(tokenizer), dropout=args.dropout or 0.0)
+    return load(args, {}, num_token_ids(tokenizer), dropout=args.dropout or 0.0)
 
 
 @torch.no_grad()
@@ -88,13 +89,13 @@ def take_weights(module: nn.Module, checkpoint: Checkpoint, part: str) -> None:
 
 def build_metadata(args: Any, what: str, state: dict[str, Any]) -> dict[str, Any]:
     """Return what triptych.json says, as the run's own export has it; `state` is the checkpoint's."""
-    facts = state["progress"]["facts"]
+    facts, step = state["progress"]["facts"], state["progress"]["step"]
     if what == "critic":
-        return {"step": "critic"}
+        return {"step": "critic", "template": args.template}
     if isinstance(args, PPOArguments):
-        return ppo.build_metadata(args, facts, state["trainer"].get("evaluation", {}).get("metrics"))
+        return ppo.build_metadata(args, step, facts, state["trainer"].get("evaluation", {}))
     kind = "sft" if isinstance(args, SFTArguments) else args.kind
-    return {"step": kind, "template": args.template} | facts
+    return {"step": kind, "template": args.template} | training_loop.facts_at(step, facts)
 
 
 def check(

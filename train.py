@@ -108,7 +108,12 @@ def check(args: TrainArguments, problems: Problems) -> None:
             problems.add(f"--{name}_flags {words}: {error}")
     if not problems.messages:
         check_vocabularies(args, problems)
-    args.data_path = [str(Path(d).absolute()) if Path(d).exists() else d for d in args.data_path]
+    folders = [
+        d for d in args.data_path if Path(d.rpartition(":")[0], "README.md").is_file()
+    ]  # and configurations
+    args.data_path = [
+        str(Path(d).absolute()) if Path(d).exists() or d in folders else d for d in args.data_path
+    ]
     problems.exit_if_any()
 
 

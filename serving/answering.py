@@ -24,8 +24,10 @@ from common.data.chat_template import TEMPLATE_NAMES, build_template
 from common.data.dialogue import Segment, Template
 from common.data.example import BadRow, Message
 from common.data.registry import load_source
+from common.data.tokenizer import num_token_ids
 from common.flags.args import DecodeArguments, Problems, TokenizerArguments, flag
 from common.generation.decode import SamplingOptions
+from common.generation.decode_probe import why_not_generated
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
 from common.models.loading import DTYPES, ModelOptions, compute_hidden, load_causal_lm
@@ -33,7 +35,7 @@ from common.models.lora import trained_weights
 from common.models.model_inputs import build_model_inputs
 from common.models.output_head import read_logit_transform
 from common.models.saved_adapters import ADAPTER_WEIGHTS, base_of, read_adapter_config
-from common.programs import conversation_form, startup
+from common.programs import conversation_form, model_checks, startup
 from common.ranks import distributed
 from common.ranks.failures import first_line
 from serving.text_stream import Answer, TextStream
@@ -106,6 +108,7 @@ class Answerer:
     ) -> None:
         """Without `seed` other random numbers are used every time."""
         self.model, self.template, self.tokenizer = model, template, template.tokenizer
+        self.num_token_ids = num_token_ids(self.tokenizer)
         self.max_length = getattr(model.config, "max_position_embeddings", None) or _ENDLESS_POSITIONS
         num_new = max(min(sampling.max_new_tokens, self.max_length - _MIN_PROMPT_TOKENS), 1)
         self.sampling = dataclasses.replace(sampling, max_new_tokens=num_new)
@@ -159,7 +162,7 @@ class Answerer:
             max_new_tokens=self.sampling.max_new_tokens,
             stop_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
-            num_valid_tokens=len(tokenizer),
+            num_valid_tokens=self.num_token_ids,
             temperature=sampling.temperature or 1.0,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
@@ -221,9 +224,7 @@ class Answerer:
         with _device_lock:
             hidden = compute_hidden(self.model, inputs)[slots].split(_POSITIONS_AT_A_TIME)  # (T - 1, H)
             for states, expected in zip(hidden, ids[1:].split(_POSITIONS_AT_A_TIME), strict=True):
-                logprobs = (
-                    form.transform(head(states).float())[:, : len(self.tokenizer)].log_softmax(-1).cpu()
-                )
+                logprobs = form.transform(head(states).float())[:, : self.num_token_ids].log_softmax(-1).cpu()
                 own = logprobs.gather(1, expected.unsqueeze(1)).squeeze(1).tolist()
                 values, likeliest = (part.tolist() for part in logprobs.topk(num_top, dim=-1))
                 tops = [list(zip(*pair, strict=True)) for pair in zip(likeliest, values, strict=True)]
@@ -267,9 +268,18 @@ def load_template(
 
     That is --template, or else what the model of `trained_path` (empty: of `path`) was trained with.
     """
-    if startup.check_model(flag_name, path, args, problems, takes_adapter=True) is None:
+    config = startup.check_model(flag_name, path, args, problems, takes_adapter=True)
+    if config is None:
         return None
+    num_problems = len(problems.messages)
+    model_checks.check_family(flag_name, config, args, problems)
+    probe = functools.partial(why_not_generated, config, trusts_code=args.trust_remote_code)
+    if len(problems.messages) == num_problems and (reason := probe()):
+        works = f"ask it by transformers' own `generate`: `transformers chat {path}`"
+        cure = "give a model of another family" if probe(by_transformers=True) else works
+        problems.add(f"{flag_name} {path}: {reason}; {cure}")
     tokenizer = startup.check_tokenizer(flag_name, path, args, problems)
+    startup.print_note(*model_checks.check_new_tokens(flag_name, config, tokenizer, args, problems))
     own = dataclasses.replace(args)  # each model has a template of its own
     template, notes = conversation_form.find_template(
         flag_name, trained_path or path, own, tokenizer, problems
@@ -289,7 +299,7 @@ def load_answerer(
         dropout=0.0,
         trust_remote_code=args.trust_remote_code,
     )
-    model = load_causal_lm(options, len(template.tokenizer))
+    model = load_causal_lm(options, num_token_ids(template.tokenizer))
     if base != path:
         model = merge_adapter(model, path)
     uses_graphs = not args.no_cuda_graphs

@@ -262,7 +262,7 @@ def _encode(model: Answerer, asked: ChatRequest | CompletionRequest) -> list[lis
     except ValueError as error:
         raise Refused(400, str(error), asked.param, "invalid_value") from error
     for ids in rows:
-        if ids and max(ids) >= len(model.tokenizer):
+        if ids and max(ids) >= model.num_token_ids:
             known = f"the model has {len(model.tokenizer)} tokens"
             raise Refused(400, f"prompt: {known}, none is {max(ids)}", asked.param)
         if reason := model.why_too_long(ids) if ids else "the prompt has no token":

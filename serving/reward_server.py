@@ -25,7 +25,7 @@ from common.flags.access_token import server_token
 from common.flags.args import REQUIRED, Problems, TokenizerArguments, flag, parse_args
 from common.models.loading import DTYPES
 from common.models.value_model import has_saved_head
-from common.programs import conversation_form, startup
+from common.programs import conversation_form, model_checks, startup
 from common.programs.conversation_form import closing_of
 from common.programs.reward_scorer import RewardScorer, load_frozen_value_model
 from common.runs.export import read_metadata
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         problems.add(
             f"--model_name_or_path {name} has no trained score head; give the export/ folder of step 2"
         )
-    startup.check_length(config, args.max_seq_len, "--max_seq_len", problems)
+    model_checks.check_length(config, args.max_seq_len, "--max_seq_len", problems)
     tokenizer = config and startup.check_tokenizer("--model_name_or_path", name, args, problems)
     template, _ = conversation_form.find_template("--model_name_or_path", name, args, tokenizer, problems)
     bound = bind(args.host, args.port, problems)  # before a model is loaded for nothing

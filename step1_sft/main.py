@@ -17,6 +17,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
 
 from common.data.packed_batch import collate_sft
 from common.data.stage_datasets import build_data
+from common.data.tokenizer import num_token_ids
 from common.programs import single_model, startup, training_loop
 from common.ranks import watchdog
 from step1_sft.arguments import SFTArguments
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     num_steps = training_loop.count_steps(args, len(batches))
     with startup.as_problem(start.problems), watchdog.phase("the loading of the model"):
-        num_tokens = len(start.tokenizer)
+        num_tokens = num_token_ids(start.tokenizer)
         model = training_loop.load_policy(args, start.ds_config, num_tokens, dropout=args.dropout)
         trainer = single_model.build_trainer(SFTTrainer, start, model, batches, num_steps)
     single_model.train(start, data, batches, trainer, held_out=data.eval)

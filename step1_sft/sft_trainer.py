@@ -34,7 +34,7 @@ class SFTTrainer(Trainer):
             batch = batch.with_key("loss_mask", batch.data["loss_mask"] & is_counted, like="loss_mask")
             nll = nll + compute_nll_sum(self.engine, batch, is_packed=self.is_packed).double()
             count += count_targets(batch)
-        loss = distributed.sum_float(float(nll)) / max(distributed.sum_float(count), 1.0)
+        loss = distributed.sum_float(float(nll)) / (distributed.sum_float(count) or math.nan)
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
     def evaluate(self, step: int, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> float:

@@ -22,6 +22,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
 
 from common.data.packed_batch import collate_pairs
 from common.data.stage_datasets import build_data
+from common.data.tokenizer import num_token_ids
 from common.flags.args import Problems
 from common.models.saved_adapters import POOLING
 from common.programs import single_model, startup, training_loop
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         load = training_loop.load_policy if is_policy else training_loop.load_ranker
         # Dropout is off unless asked for: a score that changes from one pass to the next cannot be ranked by,
         # and a policy would differ from its reference before anything is learned.
-        model = load(args, start.ds_config, len(start.tokenizer), dropout=args.dropout or 0.0)
+        model = load(args, start.ds_config, num_token_ids(start.tokenizer), dropout=args.dropout or 0.0)
         trainer = single_model.build_trainer(kind, start, model, batches, num_steps)
 
     def prepare(step: int) -> None:

@@ -130,10 +130,10 @@ def _shape(
 
 
 def step_mean(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the mean of numbers (N) over all ranks: fp64 scalar. Every rank must call this."""
+    """Mean of numbers (N) over all ranks: fp64 scalar, NaN without any. Every rank must call this."""
     sums = torch.stack([numbers.double().sum(), torch.tensor(float(len(numbers)), dtype=torch.float64)])
     total, count = distributed.reduce_sum(sums)
-    return total / count.clamp(min=1)
+    return total / count
 
 
 def token_rewards(

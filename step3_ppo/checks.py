@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ from common.data.tokenizer import vocabulary_difference
 from common.engine.ds_config import effective_zero_stage
 from common.flags.args import Problems
 from common.flags.problems import given_flags
+from common.generation.decode_probe import why_not_generated
 from common.generation.tp_plans import NoPlan, build_cuts
 from common.models.four_bit import refusals
 from common.models.saved_adapters import is_adapter
 from common.models.tensor_ops import wilson_interval
 from common.models.value_model import has_saved_head
-from common.programs import startup
+from common.programs import model_checks, startup
 from common.programs.startup import Start
 from common.ranks import distributed
 from common.runs.export import read_metadata
@@ -313,11 +315,18 @@ def check_models(
         config = startup.check_model(flag, name, args, problems, takes_adapter=True)
         if config is None:
             continue
-        startup.check_length(config, prompt + answer, f"{lengths} ({role})", problems)
+        model_checks.check_family(flag, config, args, problems, is_ranker=role in ("critic", "reward"))
+        model_checks.check_length(config, prompt + answer, f"{lengths} ({role})", problems)
         if flags and flags.lora_dim and not is_adapter(name):
-            startup.check_lora(f"--{role}_lora_module_name", config, flags.lora_module_name, args, problems)
+            words = flags.lora_module_name
+            model_checks.check_lora(f"--{role}_lora_module_name", config, words, args, problems)
         tokenizer = startup.check_tokenizer(flag, name, args, problems)
+        lora_flag = f"--{role}_lora_dim" if flags and (flags.lora_dim or is_adapter(name)) else ""
+        startup.print_note(
+            *model_checks.check_new_tokens(flag, config, tokenizer, args, problems, lora_flag=lora_flag)
+        )
         if role == "actor":
+            check_generation(args, config, problems)
             check_cuts(args, config, problems)
             actor = tokenizer
             continue
@@ -342,10 +351,24 @@ def check_models(
     return actor
 
 
+def check_generation(args: PPOArguments, config: Any, problems: Problems) -> None:
+    """Add a problem where the way that the actor would generate in is wrong for its family."""
+    probe = partial(why_not_generated, config, trusts_code=args.trust_remote_code)
+    is_hybrid = args.enable_hybrid_engine
+    reason = probe(by_transformers=not is_hybrid)
+    if not reason:
+        return
+    cure = "give an actor of another family"
+    if is_hybrid and not probe(by_transformers=True):
+        cure = "leave --enable_hybrid_engine out: transformers' `generate`, which is slower, works"
+    way = "--enable_hybrid_engine" if is_hybrid else "transformers' `generate`"
+    problems.add(f"--actor_model_name_or_path {args.actor_model_name_or_path}: {way}: {reason}; {cure}")
+
+
 def check_cuts(args: PPOArguments, config: Any, problems: Problems) -> None:
     """Add what is wrong with cutting the actor, of this configuration, for the hybrid engine."""
     tp_size = args.inference_tp_size
     if args.enable_hybrid_engine and tp_size > 1 and distributed.world_size() % tp_size == 0:
         # Without a plan it generates with 1, and says so.
         with problems.catch(), contextlib.suppress(NoPlan):
-            build_cuts(startup.empty_model(config, args), tp_size)
+            build_cuts(model_checks.empty_model(config, args), tp_size)

@@ -23,7 +23,14 @@ from common.data.packed_batch import collate_prompts, collate_texts
 from common.data.stage_datasets import StageData, build_data, build_pretraining
 from common.models.policy_model import language_model
 from common.programs import conversation_form, startup
-from common.programs.training_loop import build_logger, count_steps, run_steps, save_model
+from common.programs.training_loop import (
+    EVAL_STEP,
+    build_logger,
+    count_steps,
+    facts_at,
+    run_steps,
+    save_model,
+)
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused, TooManyBadSteps
 from common.runs.durable_files import SaveFailed, remove_folder
@@ -174,7 +181,7 @@ def judge_and_export(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
     if not args.output_dir or not evaluation.is_best(metrics):
         return
     best = {"metric": args.keep_best, "value": metrics[args.keep_best], "step": step}
-    metadata = build_metadata(args, run.facts, evaluation.metrics)
+    metadata = build_metadata(args, step, run.facts, vars(evaluation))
     metadata |= {"num_steps": step, "best": best}
     actor = language_model(trainer.roles.actor.model.module)
     try:
@@ -185,17 +192,20 @@ def judge_and_export(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
 
 
 def build_metadata(
-    args: PPOArguments, facts: dict[str, float], held_out: dict[str, float] | None
+    args: PPOArguments, step: int, facts: dict[str, float], evaluation: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return what an export of the actor says of itself; `held_out` are the last evaluation's numbers."""
+    """What an export of the actor at a step says of itself; `evaluation` has step and metrics of the last."""
     metadata = {"step": "ppo"} | conversation_form.describe_form(args) | {"last_step": facts}
-    return metadata | ({"eval": held_out} if held_out else {})
+    if not evaluation.get("metrics"):
+        return metadata
+    return metadata | facts_at(step, {"eval": evaluation["metrics"], EVAL_STEP: evaluation["step"]})
 
 
-def save_all(start: PPOStart, trainer: PPOTrainer, facts: dict[str, float]) -> None:
+def save_all(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
     """Write the chat model, its average and the adapter. Every rank must call this."""
     actor = language_model(trainer.roles.actor.model.module)
-    metadata = build_metadata(start.args, facts, trainer.evaluation.metrics if trainer.evaluation else None)
+    evaluation = vars(trainer.evaluation) if trainer.evaluation else {}
+    metadata = build_metadata(start.args, run.step, run.facts, evaluation)
     save_model(start, trainer.logger, trainer.roles.actor.model.module, metadata)
     if trainer.ema:
         with trainer.ema.averaged_weights():
@@ -248,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # ---- export -----------------------------------------------------------------------------------------
     if args.output_dir and run.facts:
-        save_all(start, trainer, run.facts)
+        save_all(start, trainer, run)
     trainer.logger.close()
     if too_many:
         raise too_many

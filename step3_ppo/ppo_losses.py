@@ -24,6 +24,7 @@ from step3_ppo.ppo_math import (
     value_loss_terms,
 )
 from step3_ppo.roles import Roles, has_text_steps
+from step3_ppo.trainer_state import NUM_TOKENS
 
 Sums = tuple[torch.Tensor | float, dict[str, Stat]]
 
@@ -44,8 +45,12 @@ class PPOLosses:
         """Return the means after the optimizer steps of the actor and, if there is one, the critic: both are
         made or neither, which is so above a `max_gap` between sampler and trainer, in nats a token.
 
-        {} where --early_stop_kl leaves both out. Every rank must call this. Raises StepRefused.
+        `NUM_TOKENS` among them is of how many tokens the actor learned. {} where it has none, or
+        --early_stop_kl leaves both out. Every rank must call this. Raises StepRefused.
         """
+        num_tokens = distributed.sum_float(sum(map(sum_of("loss_mask"), micro_batches)))
+        if not num_tokens:
+            return {}
         gradients = {"policy": self.compute_actor_gradients(micro_batches)}
         limit = self.args.early_stop_kl
         if limit.is_skip and limit.is_exceeded(gradients["policy"].means["policy/approx_kl"]):
@@ -53,7 +58,7 @@ class PPOLosses:
             return {}
         if self.roles.critic:
             gradients["value"] = self.compute_critic_gradients(micro_batches)
-        means, gap = {}, gradients["policy"].means["policy/logprob_gap"]
+        means, gap = {NUM_TOKENS: num_tokens}, gradients["policy"].means["policy/logprob_gap"]
         doubt = (
             f"sampler and trainer differ by {gap:.2g} nats a token, and --old_logprobs strict allows "
             f"{max_gap}; --old_logprobs auto recomputes what the sampler says"
@@ -154,7 +159,7 @@ class PPOLosses:
             clip_range=self.args.value_clip_range,
             kind=self.args.value_loss,
         )
-        return loss.sum(), {"value/clip_fraction": is_clipped.sum()}
+        return loss.sum(), {"value/clip_fraction": (is_clipped.sum(), data["loss_mask"].sum())}
 
     def _pretraining_sums(self, batch: PackedBatch) -> Sums:
         actor = self.roles.actor

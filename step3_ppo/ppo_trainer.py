@@ -227,7 +227,7 @@ class PPOTrainer:
     def finish_step(self, current: OpenStep) -> dict[str, float]:
         """Log the step, let the controllers move, write responses; return the step's numbers."""
         step, args = current.step, self.args
-        numbers = {name: sum(values) / len(values) for name, values in current.means.items()}
+        numbers = current.averages()
         if "policy/logprob_gap" in numbers:  # only the first update's is between sampler and trainer
             numbers["policy/logprob_gap"] = current.means["policy/logprob_gap"][0]
         numbers |= current.summary  # with the gap of the whole rollout, where it was recomputed

@@ -15,6 +15,7 @@ import torch
 
 from common.data.dialogue import Template
 from common.data.packed_batch import PackedBatch, to_device
+from common.data.tokenizer import num_token_ids
 from common.engine.ds_config import build_engine, config_of
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generation, TurnCallback
@@ -316,7 +317,7 @@ def build_roles(
 
     Every rank must call this.
     """
-    num_tokens = len(tokenizer)
+    num_tokens = num_token_ids(tokenizer)
     of_actor = num_optimizer_steps * (2 if has_text_steps(args) else 1)
     bases = Bases(find_places(args, model_paths(args, rewards, has_critic=has_critic)))
     load = partial(bases.load, "actor", load_policy)
@@ -368,7 +369,7 @@ def sampling_options(args: PPOArguments, tokenizer: Any) -> SamplingOptions:
         max_new_tokens=args.max_answer_seq_len,
         stop_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        num_valid_tokens=len(tokenizer),
+        num_valid_tokens=num_token_ids(tokenizer),
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,

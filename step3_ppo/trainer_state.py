@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from common.ranks.zero3 import local_shard, swapped_shards
 from common.runs.saved_state import Segment, Stateful, TensorReader, TensorSlice
 from step3_ppo.rollout_batch import from_tensors, to_tensors
 
+NUM_TOKENS = "policy/num_tokens"  # of how many tokens the actor learned in an update
+# What is logged as a mean over the updates of a step; all else is one over the tokens of all of them.
+OF_UPDATES = ("/loss", "unsup_loss", "router_loss", "grad_norm", "learning_rate")
 MIN_VARIANCE = 1e-5  # of returns: equal ones are not divided by 0
 
 
@@ -117,6 +121,12 @@ class OpenStep:
     def position(self) -> str:
         """Return the name of where the step is: after its last minibatch."""
         return f"update-{self.num_minibatches:04d}"
+
+    def averages(self) -> dict[str, float]:
+        """Means of the step, by the names of the log."""
+        values = dict(self.means)
+        num_tokens = values.pop(NUM_TOKENS, None)
+        return {n: fmean(x, None if n.endswith(OF_UPDATES) else num_tokens) for n, x in values.items()}
 
 
 OPEN = "open"

@@ -40,6 +40,7 @@ class FakeModel(Answerer):
     def __init__(self, name: str, say: Callable[[str], str] | None = None) -> None:
         self.say = say or (lambda text: f"{name} heard {text}")
         self.tokenizer, self.max_length = Characters(), 200
+        self.num_token_ids = len(self.tokenizer)
         self.asked: list[Sampling] = []
 
     def encode(self, messages: Sequence[Message]) -> list[int]:

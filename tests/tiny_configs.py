@@ -47,7 +47,6 @@ NOISY: dict[str, tuple[Any, dict[str, Any]]] = {
         _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "block_size": 8},
     ),
     "xglm": (transformers.XGLMConfig, {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64}),
-    "modernbert_decoder": (transformers.ModernBertDecoderConfig, _MLP),
     "phi3": (transformers.Phi3Config, _GROUPED),
     "seed_oss": (transformers.SeedOssConfig, _GROUPED | {"head_dim": 8}),
 }
@@ -79,6 +78,5 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
 def tiny_config(family: str, vocab_size: int) -> Any:
     """Return the configuration; its BOS and EOS are token 0."""
     maker, options = (CONFIGS | NOISY | VARIANTS)[family]
-    pad = 0 if family == "modernbert_decoder" else None  # it takes no other
-    tokens = {"vocab_size": vocab_size, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": pad}
+    tokens = {"vocab_size": vocab_size, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
     return maker(**(tokens | options))

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from common.data.packed_batch import pack_rows, pad_rows, token_positions
 from common.data.registry import import_plugins
-from common.data.tokenizer import adds_bos
+from common.data.tokenizer import adds_bos, num_token_ids
 from common.flags.args import REQUIRED, Problems, TokenizerArguments, flag, parse_args
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
@@ -38,7 +38,7 @@ from common.models.attention import KERNELS, plain_attention, takes_packed
 from common.models.loading import DTYPES, ModelOptions, build_position_ids, forward_accepts, load_causal_lm
 from common.models.model_inputs import build_model_inputs
 from common.models.policy_model import PolicyModel
-from common.programs import startup
+from common.programs import model_checks, startup
 from common.ranks import distributed
 from common.ranks.failures import kind_and_line
 from tools.terminal import CONSOLE, run_tool, visible
@@ -110,7 +110,7 @@ def check_flags(args: CheckModelArguments, problems: Problems) -> PreTrainedToke
     tokenizer = startup.check_tokenizer("--path", args.path, args, problems) if config else None
     if config:
         num_tokens = args.max_new_tokens + max(LENGTHS)
-        startup.check_length(config, num_tokens, "--max_new_tokens and a prompt", problems)
+        model_checks.check_length(config, num_tokens, "--max_new_tokens and a prompt", problems)
         is_classifier = any("Classification" in name for name in config.architectures or [])
         problems.check(not is_classifier, f"--path {args.path} is a classifier; give a causal LM")
     problems.exit_if_any()
@@ -124,7 +124,7 @@ def find_all(
     """Load the model and yield all findings, or leave when it cannot be loaded."""
     options = ModelOptions(args.path, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
     with startup.as_problem(problems):
-        model = load_causal_lm(options, len(tokenizer)).to(distributed.device()).eval()
+        model = load_causal_lm(options, num_token_ids(tokenizer)).to(distributed.device()).eval()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     print(
         f"{args.path}: {type(model).__name__}, {num_parameters:,} parameters, {args.dtype} on "
@@ -135,14 +135,14 @@ def find_all(
         text = f"saved as {', '.join(saved_as)}, loaded as {type(model).__name__}: its head may be new"
         yield Finding("architecture", text)
     rows = build_rows(tokenizer)
-    yield from guarded("log-probabilities", check_logprobs(model, rows, len(tokenizer)))
+    yield from guarded("log-probabilities", check_logprobs(model, rows, num_token_ids(tokenizer)))
     yield from guarded("cached decoding", check_generation(model, rows, tokenizer, args.max_new_tokens))
     findings, tp_sizes = choose_sizes(model, args.tp_sizes)
     yield from findings
     del model  # the ranks need the memory
     gc.collect()
     for tp_size in tp_sizes:
-        found = check_ranks(tp_size, options, len(tokenizer), rows, args.plugins)
+        found = check_ranks(tp_size, options, num_token_ids(tokenizer), rows, args.plugins)
         yield from guarded(f"tensor parallel {tp_size}", found)
 
 
@@ -232,7 +232,7 @@ def check_generation(
         max_new_tokens,
         stop_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        num_valid_tokens=len(tokenizer),
+        num_valid_tokens=num_token_ids(tokenizer),
         do_sample=False,
     )
     ids, mask = pad_rows(rows, tokenizer.pad_token_id, on_left=True)
@@ -243,7 +243,8 @@ def check_generation(
     generation = generator.generate(ids, mask, prompt_ids, options, limits=limits)
     pairs = zip(rows, generation.response_ids, generation.response_mask, strict=True)
     texts = [row + response[is_token].tolist() for row, response, is_token in pairs]
-    expected, gaps, tolerance = plain_logprobs(model, texts, [len(row) for row in rows], len(tokenizer))
+    starts = [len(row) for row in rows]
+    expected, gaps, tolerance = plain_logprobs(model, texts, starts, num_token_ids(tokenizer))
     yield likeliest_finding(gaps, max(TIE, tolerance))
     sampled = generation.logprobs[generation.response_mask]
     why = "the sampler's and the scorer's numbers meet in PPO's ratio"

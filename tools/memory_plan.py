@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 from common.flags.optimizer import parse_optimizer
 from common.generation.generate import PREFILL_TOKENS
 from common.generation.kv_cache import kv_bytes_per_token
+from common.models.attention import backbone_of
 from common.models.four_bit import BYTES_PER_WEIGHT
 from common.models.loading import DTYPES, set_dropout
 from common.models.output_head import (
@@ -239,7 +240,7 @@ def _trace(plain: PreTrainedModel, dtype_name: str, length: int, num_layers: int
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:num_layers]
     set_dropout(config, 0.0)
-    backbone = getattr(type(plain)._from_config(config, dtype=dtype).train(), plain.base_model_prefix)
+    backbone = backbone_of(type(plain)._from_config(config, dtype=dtype).train())
     ids = torch.zeros(1, length, dtype=torch.int64)
     with LiveBytes(backbone) as live:
         with torch.no_grad():

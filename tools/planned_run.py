@@ -23,13 +23,13 @@ from common.flags.optimizer import check_optimizer
 from common.generation.generate import DEFAULT_SLOTS
 from common.generation.resharding import Route, TPLayout, group_by_layers, plan_weight
 from common.generation.tp_plans import Cut, NoPlan, build_cuts
-from common.models.attention import takes_own_kernels
+from common.models.attention import backbone_of, takes_own_kernels
 from common.models.four_bit import refusals
 from common.models.loading import DTYPES, plain_model
 from common.models.lora import LoraOptions, build_lora, linear_module_names, trained_weights
 from common.models.model_flops import DEVICES
 from common.models.saved_adapters import base_of, is_adapter
-from common.programs import startup
+from common.programs import model_checks, startup
 from step3_ppo.algorithms import find_algorithm
 from step3_ppo.checks import check_flags
 from step3_ppo.rewards.reward_specs import parse_rewards
@@ -54,7 +54,7 @@ class PlannedModel:
         text = plain.config.get_text_config()
         self.num_layers, self.hidden_size = text.num_hidden_layers, text.hidden_size
         self.num_params = sum(p.numel() for p in self.module.parameters())  # a tied weight once
-        self.num_in_backbone = sum(p.numel() for p in getattr(plain, plain.base_model_prefix).parameters())
+        self.num_in_backbone = sum(p.numel() for p in backbone_of(plain).parameters())
         trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         self.num_trained = sum(p.numel() for p in trained.values())
         in_matrices = [p.numel() for name, p in trained.items() if is_hidden_matrix(name, p)]  # of Muon
@@ -362,12 +362,12 @@ def read_models(args: Any, problems: Problems) -> Models:
             )
         if config is None:
             continue
-        startup.check_length(config, sequence_length(args), flag_name, problems)
+        model_checks.check_length(config, sequence_length(args), flag_name, problems)
         if is_value_model:
             config.num_labels = 1
         auto_class = AutoModelForSequenceClassification if is_value_model else AutoModelForCausalLM
         try:
-            model = PlannedModel(startup.empty_model(config, args, auto_class), path=path)
+            model = PlannedModel(model_checks.empty_model(config, args, auto_class), path=path)
             read[flag_name, path, is_value_model] = model
         except ValueError as error:
             problems.add(f"{flag_name} {path}: {error}")

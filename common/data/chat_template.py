@@ -97,6 +97,15 @@ class ChatTemplate(Template):
         """See `Template.closing_ids`."""
         return self._closing_ids
 
+    @property
+    def chat_template(self) -> Any:
+        """See `Template.chat_template`; variables that a caller does not give have the values of training."""
+        defaults = [
+            f"{{%- if {name} is not defined -%}}{{%- set {name} = {json.dumps(value)} -%}}{{%- endif -%}}"
+            for name, value in self._variables.items()
+        ]
+        return "".join(defaults) + self.tokenizer.chat_template if defaults else self.tokenizer.chat_template
+
     def segments(
         self,
         prompt: Sequence[Message],

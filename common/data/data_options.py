@@ -11,7 +11,7 @@ import numpy as np
 
 from common.data import hub_data
 from common.data.adapters.base import DEFAULT_SCORE_COLUMN, AnyForm
-from common.data.adapters.row_forms import accepted_forms
+from common.data.adapters.row_forms import FORM_COLUMNS, accepted_forms
 from common.data.example import BadRow, missing_for
 from common.data.raw_rows import RawRows, canonical
 from common.data.registry import NoTokenizer, RawSource, load_source
@@ -37,6 +37,7 @@ class DataOptions:
     max_bad_rows: int = 100
     max_pairs_per_prompt: int = 10
     score_column: str = DEFAULT_SCORE_COLUMN  # orders prompt/response rows of one prompt
+    columns: str = ""  # what rows call the columns of a form: "prompt=question,response=answer"
     cache_dir: str = ""  # empty: ~/.cache/triptych
     num_stored_epochs: int = 16  # whose pairs are stored of a prompt with more than --max_pairs_per_prompt
     is_unpaired: bool = False  # step 2 learns from rated answers, each by itself
@@ -53,7 +54,9 @@ class DataOptions:
 
     def load_source(self, name: str, tokenizer: Any, max_rows: int | None = None) -> RawSource:
         """The source that an entry of --data_path names. Raises ValueError: see `registry.load_source`."""
-        return load_source(name, self.score_column, max_rows, seed=self.seed, tokenizer=tokenizer)
+        parts = (part.partition("=") for part in self.columns.split(","))
+        own_names = {name: own for name, _, own in parts if own and name in FORM_COLUMNS}
+        return load_source(name, self.score_column, max_rows, own_names, seed=self.seed, tokenizer=tokenizer)
 
     @property
     def kind(self) -> str:
@@ -81,6 +84,13 @@ class DataOptions:
             found.append("--data_path names no data; give at least one file, folder or data set")
         if not self.score_column:
             found.append("--score_column '' names no column; helpfulness is the default")
+        for part in filter(None, self.columns.split(",")):
+            name, _, own = part.partition("=")
+            if not own or name not in FORM_COLUMNS:
+                found.append(
+                    f"--columns {part}: give NAME=COLUMN, where COLUMN is of the rows and NAME one of "
+                    f"{', '.join(sorted(FORM_COLUMNS))}"
+                )
         return found
 
 
@@ -127,6 +137,7 @@ def check_sources(options: DataOptions, tokenizer: Any = None) -> list[str]:
     it must lie in the library's cache then.
     """
     problems = options.problems()
+    last_of_a_form = 0
     for path in dict.fromkeys([*options.data_path, *options.sft_only_data_path]):
         flag = "--data_path" if path in options.data_path else "--sft_only_data_path"
         try:
@@ -134,27 +145,28 @@ def check_sources(options: DataOptions, tokenizer: Any = None) -> list[str]:
             if source.needs_hub and not hub_data.is_offline():
                 continue
             found = _row_problems(source, options)
+            if found and isinstance(source.adapter, AnyForm):
+                last_of_a_form = len(problems) + len(found)
         except NoTokenizer:
             continue
         except (ValueError, OSError) as error:
             found = [str(error) if "--data_path" in str(error) else f"--data_path {path}: {error}"]
         problems += [problem.replace("--data_path", flag, 1) for problem in found]
+    if last_of_a_form:  # once, however many sources are wrong
+        forms = accepted_forms(options.stage, is_unpaired=options.is_unpaired)
+        problems[last_of_a_form - 1] += f"; step {options.stage} reads {forms}; docs/data.md has other names"
     return problems
 
 
 def _row_problems(source: RawSource, options: DataOptions) -> list[str]:
     """For each part of which none of the first rows serves the step: what is wrong with the first of them."""
-    forms = ""
-    if isinstance(source.adapter, AnyForm):
-        known = accepted_forms(options.stage, is_unpaired=options.is_unpaired)
-        forms = f"; step {options.stage} reads {known}"
     problems = []
     for rows in (source.train, source.eval):
         num_probed = 0 if rows is None else min(NUM_PROBED, len(rows))
         reasons = [_why_not(source, rows, index, options) for index in range(num_probed)]
         if reasons and None not in reasons:
             place = f"{rows.location(0)}: {reasons[0]}"
-            problems.append(f"--data_path {source.name}: the first rows cannot be used. {place}{forms}")
+            problems.append(f"--data_path {source.name}: the first rows cannot be used. {place}")
     return problems
 
 

@@ -10,7 +10,8 @@ import json
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from common.data.example import BadRow, Message, Turn
 from common.data.tokenizer import adds_bos
 
+_JINJA = Path(__file__).with_name("human_assistant.jinja")
 BATCH_TEXTS = 64  # tokenised in one call
 EXCHANGE = (Message("user", "probe question"), Message("assistant", "probe reply"))
 
@@ -86,6 +88,11 @@ class Template(ABC):
     def closing_ids(self) -> list[int]:
         """Token ids that the template puts behind the end-of-turn token of a dialogue's last reply."""
         return []
+
+    @property
+    def chat_template(self) -> Any:
+        """What an export's tokenizer has as its chat template."""
+        return self.tokenizer.chat_template
 
     def text_segments(self, text: str) -> list[Segment]:
         """A plain text that is learnt as a whole, then the end-of-turn token."""
@@ -185,6 +192,13 @@ class HumanAssistantTemplate(Template):
 
     name = "human_assistant"
     _LABELS = {"system": "", "user": "\n\nHuman: ", "assistant": "\n\nAssistant: "}
+
+    @property
+    def chat_template(self) -> str:
+        """The form as a chat template of transformers, an end of turn behind each answer."""
+        bos = "" if self.bos_id is None else "{{- bos_token }}"
+        values = f"{json.dumps(self._LABELS)}, {json.dumps(self.is_to_the_letter)}"
+        return f"{{%- set labels, by_letter = {values} %}}{bos}\n{_JINJA.read_text().strip()}"
 
     def _context(self, prompt: Sequence[Message], learn_all_turns: bool) -> list[Segment]:
         """White space around a turn is dropped."""

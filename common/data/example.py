@@ -41,7 +41,7 @@ class Message(NamedTuple):
     def from_dict(cls, turn: Mapping[str, Any]) -> Self:
         """The message of what `as_dict` made."""
         extras = {name: value for name, value in turn.items() if name not in ("role", "content")}
-        return cls(turn["role"], turn["content"], json.dumps(extras, sort_keys=True) if extras else "")
+        return cls(turn["role"], turn["content"], json.dumps(dict(sorted(extras.items()))) if extras else "")
 
 
 class Turn(Message):

@@ -2,11 +2,12 @@
 
 import logging
 import os
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from common.data.raw_rows import RawRows, digest_files, find_parts, read_files
+from common.data.raw_rows import RawRows, digest_files, extension_of, find_parts, read_files
 from common.ranks.failures import first_line
 
 # A set that has both keeps its test part for other ends.
@@ -40,6 +41,28 @@ def is_saved_folder(path: Path) -> bool:
     return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
 
 
+def has_hub_layout(path: Path) -> bool:
+    """Whether a folder is a copy of a hub data set that only `datasets` can take apart: its README.md has
+    configurations, or its files lie in folders below.
+    """
+    tables = [file for file in path.rglob("*") if extension_of(file)]
+    has_train = any("train" in file.name.lower() for file in tables if file.parent == path)
+    return has_configs(path) or (not has_train and any(file.parent != path for file in tables))
+
+
+def has_configs(path: Path) -> bool:
+    """Whether the README.md of a data set's folder names configurations."""
+    readme = snapshot_of(path) / "README.md"
+    text = readme.read_text(errors="replace") if readme.is_file() else ""
+    return re.match(r"---\n(?:.*\n)*?configs:", text) is not None
+
+
+def snapshot_of(path: Path) -> Path:
+    """The newest snapshot in a data set's folder of the hub cache; any other path as it is."""
+    head = path / "refs/main"
+    return path / "snapshots" / head.read_text().strip() if head.is_file() else path
+
+
 def is_offline() -> bool:
     """Whether the environment forbids asking the hub."""
     names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
@@ -53,16 +76,23 @@ def load_hub(name: str, config: str | None = None) -> tuple[RawRows, RawRows | N
     Raises ValueError: it cannot be had, with the reason and the cure.
     """
     datasets = _quiet_datasets()
-    place = HUB_PLACES.get(name, HubPlace(name, config))
+    place = HUB_PLACES.get(name, HubPlace(name))
+    place = place._replace(config=config or place.config)
     try:
         try:
             loaded = datasets.load_dataset(place.name, place.config)
+        except ConnectionError:
+            cached = Path(datasets.config.constants.HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}")
+            if snapshot_of(cached) == cached:  # nor has `hf download` put it there
+                raise
+            loaded = datasets.load_dataset(str(snapshot_of(cached)), place.config)
         except RuntimeError as error:
             if "scripts are no longer supported" not in str(error):
                 raise
             folder = place.copied_config or place.config or "default"
             loaded = datasets.load_dataset(place.name, data_dir=folder, revision=_PARQUET_COPY)
     except Exception as error:  # the library raises its own, OSError, ValueError, requests' errors, ...
+        _name_configs(name, error)
         reason = first_line(error)
         raise ValueError(
             f"--data_path {name}: the hub data set could not be loaded ({type(error).__name__}: {reason}); "
@@ -74,25 +104,44 @@ def load_hub(name: str, config: str | None = None) -> tuple[RawRows, RawRows | N
     return _parts(splits, name)
 
 
-def load_local(path: Path, max_rows: int | None = None) -> tuple[RawRows, RawRows | None]:
-    """Training and evaluation rows of a file, a folder of such files, or one that `datasets` saved.
+def _name_configs(source: str, error: Exception) -> None:
+    """Raise ValueError with the ways to name a configuration where `datasets` asks for one."""
+    asked = re.search(r"among the available configs: (.+)", str(error))
+    if asked:
+        named = ", ".join(f"{source}:{config}" for config in re.findall(r"'([^']+)'", asked[1]))
+        raise ValueError(f"--data_path {source}: it has several configurations; give {named}") from error
+
+
+def load_local(
+    path: Path, max_rows: int | None = None, config: str | None = None
+) -> tuple[RawRows, RawRows | None]:
+    """Training and evaluation rows of a file, a folder of such files, one that `datasets` saved, or a copy of
+    a hub data set, of which `config` may name a configuration.
 
     `max_rows`: of each file the first ones. Raises ValueError: nothing usable there; says what was found and
     what would do.
     """
-    if not is_saved_folder(path):
-        train, held_out = find_parts(path)
+    folder = snapshot_of(path)
+    is_saved = is_saved_folder(folder)
+    if not (is_saved or config or has_hub_layout(folder)):
+        train, held_out = find_parts(folder)
         return read_files(train, max_rows), read_files(held_out, max_rows) if held_out else None
+    datasets = _quiet_datasets()
     try:
-        loaded = _quiet_datasets().load_from_disk(str(path))
+        loaded = datasets.load_from_disk(folder) if is_saved else datasets.load_dataset(str(folder), config)
     except Exception as error:  # pyarrow's, json's and the library's own
-        raise ValueError(f"--data_path {path}: the saved data set cannot be read: {error}") from error
+        _name_configs(str(path), error)
+        reason = first_line(error)
+        raise ValueError(
+            f"--data_path {path}: `datasets` cannot read the folder ({reason}); name a file in it"
+        ) from error
     return _parts(dict(loaded) if hasattr(loaded, "keys") else {"train": loaded}, str(path))
 
 
 def digest_local(path: Path) -> str:
     """Digest of the files that `load_local` reads. Raises ValueError as it does."""
-    if is_saved_folder(path):
+    path = snapshot_of(path)
+    if is_saved_folder(path) or has_hub_layout(path):
         return digest_files(sorted(file for file in path.rglob("*") if file.is_file()), path)
     return digest_files([file for part in find_parts(path) for file in part], path)
 

@@ -1,5 +1,5 @@
 """Rows before their meaning: a sequence of dicts that knows where each came from; and local files to rows:
-JSON, JSON lines, CSV, Parquet, a folder of train and eval files.
+JSON, JSON lines, CSV, Parquet, Arrow, a folder of train and eval files.
 """
 
 import codecs
@@ -28,7 +28,7 @@ from common.data.example import BadRow
 
 csv.field_size_limit(2**31 - 1)  # a reply may be longer than the csv module's 128 KiB
 
-EXTENSIONS = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".csv", ".parquet")
+EXTENSIONS = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".csv", ".parquet", ".arrow")
 BOM = codecs.BOM_UTF8
 LONGEST_ID = 256  # characters
 _TRAIN_NAMES = {"train", "training"}
@@ -120,7 +120,6 @@ def rows_of_parquet(path: Path, max_rows: int | None = None) -> RawRows:
     """The first `max_rows` of a file, of which one row group is in memory at a time: read them in order."""
     file = pq.ParquetFile(path, memory_map=True)
     sizes = (file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups))
-    ends = list(accumulate(sizes))
 
     @lru_cache(maxsize=1)
     def read_group(group: int) -> pa.Table:
@@ -129,12 +128,31 @@ def rows_of_parquet(path: Path, max_rows: int | None = None) -> RawRows:
         except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
             raise ValueError(f"--data_path {path}: the file cannot be read as .parquet: {error}") from error
 
+    return _rows_of_groups(path, list(sizes), read_group, max_rows)
+
+
+def rows_of_arrow(path: Path, max_rows: int | None = None) -> RawRows:
+    """The first `max_rows` of a stream, as `datasets` writes it, or of an IPC file; they stay on the disk."""
+    source = pa.memory_map(str(path))
+    is_file = source.read(6) == b"ARROW1"
+    source.seek(0)
+    table = (pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)).read_all()
+    batches = table.to_batches()
+    return _rows_of_groups(path, [batch.num_rows for batch in batches], batches.__getitem__, max_rows)
+
+
+def _rows_of_groups(
+    path: Path, sizes: Sequence[int], read_group: Callable[[int], Any], max_rows: int | None
+) -> RawRows:
+    """The first `max_rows` rows of groups of these sizes."""
+    ends = list(accumulate(sizes))
+
     def read(index: int) -> dict[str, Any]:
         group = bisect_right(ends, index)
         first = ends[group - 1] if group else 0
         return read_group(group).slice(index - first, 1).to_pylist()[0]
 
-    return RawRows(range(file.metadata.num_rows)[:max_rows], str(path), read=read)
+    return RawRows(range(sum(sizes))[:max_rows], str(path), read=read)
 
 
 def join_rows(parts: Sequence[RawRows]) -> RawRows:
@@ -199,7 +217,8 @@ def find_parts(path: Path) -> tuple[list[Path], list[Path]]:
         if extension_of(path) is None:
             raise ValueError(
                 f"--data_path {path}: the kind of file is unknown; its extension must be one of "
-                f"{', '.join(EXTENSIONS)}"
+                f"{', '.join(EXTENSIONS)}; a text is written as a line of JSON, such as "
+                '{"text": "..."}, in a .jsonl file'
             )
         return [path], []
     found = sorted(path.iterdir())
@@ -211,7 +230,8 @@ def find_parts(path: Path) -> tuple[list[Path], list[Path]]:
     if not train:
         raise ValueError(
             f"--data_path {path}: the folder has no train* file ({', '.join(EXTENSIONS)}) and was not saved "
-            f"by datasets.save_to_disk; found {', '.join(p.name for p in found[:5]) or 'nothing'}"
+            f"by datasets.save_to_disk; found {', '.join(p.name for p in found[:5]) or 'nothing'}; name a "
+            "file itself, or call it train"
         )
     return train, held_out
 
@@ -239,7 +259,7 @@ def digest_files(paths: Sequence[Path], root: Path) -> str:
 def _read_file(path: Path, max_rows: int | None) -> RawRows:
     extension = extension_of(path)
     try:
-        rows = (rows_of_parquet if extension == ".parquet" else rows_of_text)(path, max_rows)
+        rows = _READERS.get(extension, rows_of_text)(path, max_rows)
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, RecursionError, pa.ArrowInvalid) as error:
         raise ValueError(f"--data_path {path}: the file cannot be read as {extension}: {error}") from error
     if len(rows) == 0:
@@ -271,6 +291,9 @@ def rows_of_text(path: Path, max_rows: int | None = None) -> RawRows:
         return parse(file.read(num_bytes))
 
     return RawRows(table, str(path), locate=lambda index: (str(path), int(table[index, 2])), read=read)
+
+
+_READERS = {".parquet": rows_of_parquet, ".arrow": rows_of_arrow}
 
 
 def _open(path: Path) -> BinaryIO:

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +29,7 @@ from common.data.adapters.base import (
     register_dataset,
 )
 from common.data.adapters.ported_class import PortedClass
-from common.data.hub_data import digest_local, load_local
+from common.data.hub_data import digest_local, has_configs, load_local
 from common.data.raw_rows import RawRows, canonical, extension_of
 from common.flags.problems import Problems, has_hub_form
 from common.ranks.failures import kind_and_line
@@ -56,7 +56,9 @@ class RawSource:
     @cached_property
     def _parts(self) -> tuple[RawRows, RawRows | None]:
         local, max_rows = self.adapter.local, self.adapter.max_rows
-        train, held_out = self.adapter.load() if local is None else load_local(local, max_rows)
+        train, held_out = (
+            self.adapter.load() if local is None else load_local(local, max_rows, self.adapter.hub_config)
+        )
         return self._arrange(train), None if held_out is None else self._arrange(held_out)
 
     def _arrange(self, rows: RawRows | Sequence[dict]) -> RawRows:
@@ -77,6 +79,10 @@ class RawSource:
         """Rows that the data set itself keeps for evaluation."""
         return self._parts[1]
 
+    def notes(self, stage: int) -> list[str]:
+        """Lines for the data report, when the rows have been read: how they were, and what was left out."""
+        return [f"{self.name}: {note}" for note in (*self.adapter.notes, *self.adapter.unread(stage))]
+
     def digest(self) -> str:
         """Changes with the rows and with the code that reads them."""
         if self.adapter.local is not None:
@@ -96,30 +102,41 @@ def load_source(
     source: str,
     score_column: str = DEFAULT_SCORE_COLUMN,
     max_rows: int | None = None,
+    own_names: Mapping[str, str] = {},
     **offered: Any,
 ) -> RawSource:
     """The source that a `--data_path` entry names.
 
     It is, in this order: a class of your own (`module:Class`; `module:Class:NAME`, where NAME is the file,
     folder or hub data set that it reads; `module:Class:ARGUMENT=VALUE,...`), a file or folder, a registered
-    name, a hub name. A local folder or file under a registered name (`/data/openai/webgpt_comparisons`) is
-    read by that adapter. The class is an Adapter, one with the methods of DeepSpeed-Chat's, or one with a
-    length and an index. `score_column` orders the responses to a prompt where each has scores. `max_rows`:
-    only the first rows of each file are read. `offered` are `seed` and `tokenizer`, for a constructor that
-    has them. Raises ValueError: it is none of them; the message names the nearest registered name.
+    name, a hub name; the last three may be followed by `:CONFIGURATION`. A local folder or file under a
+    registered name (`/data/openai/webgpt_comparisons`) is read by that adapter. The class is an Adapter, one
+    with the methods of DeepSpeed-Chat's, or one with a length and an index. `score_column` orders the
+    responses to a prompt where each has scores. `max_rows`: only the first rows of each file are read.
+    `own_names` are those of --columns. `offered` are `seed` and `tokenizer`, for a constructor that has them.
+    Raises ValueError: it is none of them; the message names the nearest registered name.
     """
     adapter = _find_adapter(source, offered)
-    adapter.score_column, adapter.max_rows = score_column, max_rows
+    if own_names and not isinstance(adapter, AnyForm):
+        raise ValueError(
+            f"--columns: --data_path {source} has an adapter with names of its own; leave --columns out"
+        )
+    adapter.score_column, adapter.max_rows, adapter.own_names = score_column, max_rows, own_names
     return RawSource(source, adapter)
 
 
 def _find_adapter(source: str, offered: dict[str, Any]) -> Adapter:
     class_path, path = _CLASS_PATH.fullmatch(source), Path(source)
+    place, _, config = source.rpartition(":")
+    if place and not path.exists() and (has_configs(Path(place)) or _HUB_NAME.fullmatch(place)):
+        adapter = _find_adapter(place, offered)
+        adapter.hub_config = config
+        return adapter
     if class_path and not path.exists():
         return _own_adapter(source, *class_path.groups(default=""), offered)
     # A folder called OWNER/NAME is a copy of that data set; one called like a set without an owner is not.
     is_local = path.exists() and ("/" in source or source not in ADAPTERS)
-    name = source if source in ADAPTERS else "/".join(path.resolve().parts[-2:])
+    name = source if source in ADAPTERS or not is_local else "/".join(path.resolve().parts[-2:])
     is_file_name = extension_of(path) is not None or source.startswith(".")
     if name in ADAPTERS and (is_local or name == source):
         return _build_adapter(ADAPTERS[name], source, name, path if is_local else None, {}, offered)

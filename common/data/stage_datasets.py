@@ -95,6 +95,7 @@ def preview_rows(options: DataOptions, template: Template) -> list[str]:
         rows = RowBuilder(template, options, report).build(
             [item for item, _ in _items(share, options, report, count())]
         )
+        report.notes += source.notes(options.stage)
         which = "first " if len(source.train) >= NUM_READ else ""
         lines.append(
             f"{name}: its {which}{report.num_raw_rows} rows give {len(rows)} of step {options.stage}, "
@@ -132,7 +133,7 @@ def _write(folder: Path, shares: Sequence[_Share], options: DataOptions, templat
                 if time.monotonic() >= next_time:
                     watchdog.tell(f"tokenised {report.num_raw_rows:,} of at most {total:,} rows")
                     next_time = time.monotonic() + TELL_SECONDS
-            report.notes += [f"{share.source.name}: {note}" for note in share.source.adapter.notes]
+            report.notes += share.source.notes(options.stage)
             if train.num_rows == num_before:
                 raise ValueError(_no_rows(share, options, report))
         report.num_train, report.num_eval = train.num_rows, held_out.num_rows
@@ -212,13 +213,15 @@ def unpair(examples: Sequence[Example]) -> list[Example]:
     """Each answer of pairs and of rated Examples once, rated: good where it wins more often than it loses,
     bad where it loses more often, left out where both are equal. A label counts as one pair.
     """
-    wins: Counter[tuple[tuple[Message, ...], str]] = Counter()
+    wins: Counter[tuple[tuple[Message, ...], str | Message]] = Counter()
     for example in examples:
         for answer, won in ((example.chosen, 1), (example.rejected, -1)):
             if answer is not None:
                 wins[example.prompt, answer] += won
     return [
-        Example(prompt, **{"chosen" if won > 0 else "rejected": answer}, is_rated=True)
+        Example(
+            prompt, **{"chosen" if won > 0 else "rejected": answer}, tools=examples[0].tools, is_rated=True
+        )
         for (prompt, answer), won in wins.items()
         if won
     ]

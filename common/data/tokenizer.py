@@ -1,7 +1,7 @@
 """Tokenizers whose EOS ends a turn."""
 
 from tokenizers import AddedToken
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from common.ranks.failures import first_line
 
@@ -72,6 +72,14 @@ def adds_bos(tokenizer: PreTrainedTokenizerFast) -> bool:
     if tokenizer.bos_token_id is None:
         return False
     return tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
+
+
+def num_token_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The highest id of a token + 1: rows of a model from there on are padding of its vocabulary.
+
+    It is not the number of tokens: some vocabularies leave ids out between their text and special tokens.
+    """
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def vocabulary_difference(

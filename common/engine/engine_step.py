@@ -66,13 +66,18 @@ def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
     A loss is a mean over the global batch: the item count is summed over ranks and micro-batches first, each
     backward pass then adds its share. DeepSpeed averages gradients over ranks, hence the factor `world_size`.
     Every rank must call this with as many micro-batches, and `take_steps` or `skip_step` before the engine's
-    next pass with gradients. The host waits for the device once, after the last pass.
+    next pass with gradients. The host waits for the device once, after the last pass. Raises StepRefused, on
+    every rank and before any pass, where a term has no item.
     """
     engine.train()
     world_size = distributed.world_size()
     counts = [sum(float(term.count_items(m)) for m in term.micro_batches) for term in terms]
     totals = distributed.reduce_sum(torch.tensor(counts, dtype=torch.float64)).tolist()
-    totals = [total or 1.0 for total in totals]  # weights may add up to less than 1, but not to 0
+    if not all(totals):
+        raise StepRefused(
+            "the step's rows have no token that is learned; look at them with tools.check_data",
+            [micro_batch for term in terms for micro_batch in term.micro_batches],
+        )
     passes = [(term, total, m) for term, total in zip(terms, totals, strict=True) for m in term.micro_batches]
     sums: dict[str, torch.Tensor] = {}  # in float64, where the losses are
 
@@ -101,7 +106,9 @@ def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
         found = torch.cat([reduced, *(norm.to(reduced).reshape(1) for norm in norms)]).tolist()
         means = dict(zip(sums, found, strict=False))
         for name, number in counted.items():
-            means[name] /= max(means.pop(number), 1.0)
+            total, count = means.pop(name), means.pop(number)
+            if count:  # without any it has no mean
+                means[name] = total / count
         norms = [torch.tensor(n, dtype=norm.dtype) for n, norm in zip(found[len(sums) :], norms, strict=True)]
         return Gradients(engine, terms, means, _combine(engine, norms), norms)
 

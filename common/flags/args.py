@@ -93,6 +93,7 @@ class SourceArguments:
     score_column: str = flag(
         "helpfulness", "column that ranks the answers of a prompt, for data with one answer a row"
     )
+    columns: str = flag("", "what the rows call the columns of a form, such as prompt=Frage,response=Antwort")
 
 
 @dataclass

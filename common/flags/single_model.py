@@ -25,7 +25,8 @@ class LoraArguments:
     )
     lora_module_name: str = flag(
         "auto",
-        "adapt linear layers whose name has this, or this regular expression; auto: all but the head",
+        "adapt linear layers whose name has this, or this regular expression; auto: all but the head "
+        "(stacked experts are none)",
         only_with="lora_dim",
     )
     only_optimize_lora: bool = flag(

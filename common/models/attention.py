@@ -135,15 +135,27 @@ def takes_own_kernels(model_class: Any, config: Any) -> bool:
     return is_plain and not hasattr(config, "v_head_dim") and not config.is_heterogeneous
 
 
+def backbone_name(model: PreTrainedModel) -> str:
+    """The attribute that holds what is before the head: Llama 4's text model names one that it has not."""
+    return model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"
+
+
+def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
+    """What of a model is before its head."""
+    return getattr(model, backbone_name(model))
+
+
 def takes_packed(model: PreTrainedModel) -> bool:
     """Whether the model's layers are told where sequences begin, so that they may stand end to end."""
+    if not getattr(model, "packs_rows", True):  # measured: they do not make use of it
+        return False
     # Classes with an attention of their own are not told, nor are recurrent layers.
     if model.config._attn_implementation not in KERNELS or not model._supports_attention_backend:
         return False
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
     if model._is_stateful or not ATTENDS.issuperset(kinds):
         return False
-    return _hands_through(type(getattr(model, model.base_model_prefix)))
+    return _hands_through(type(backbone_of(model)))
 
 
 @functools.cache

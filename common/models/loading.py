@@ -5,6 +5,7 @@
 
 import inspect
 import pickle
+import re
 import zlib
 from dataclasses import dataclass
 from typing import Any, Self
@@ -15,15 +16,24 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
-from common.models.attention import IS_PACKED, choose_attention, narrow_last_layer, takes_packed
-from common.models.four_bit import quantisation, settle
+from common.models.attention import (
+    IS_PACKED,
+    backbone_name,
+    backbone_of,
+    choose_attention,
+    narrow_last_layer,
+    takes_packed,
+)
+from common.models.four_bit import quantisation, settle, whole_shape
 from common.models.model_inputs import ModelInputs
 from common.models.router_loss import router_coefficient
 from common.models.saved_adapters import base_of, is_adapter
 from common.ranks import distributed
 from common.ranks.failures import first_line
-from common.ranks.zero3 import gather_whole
+from common.ranks.zero3 import gather_whole, is_sharded, local_shard
 
+# Masks and tables that older releases of transformers saved with a model's weights.
+_MASKS = re.compile(r"(attn|attention|self_attention)\.(masked_)?bias$|inv_freq$|position_ids$")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -84,7 +94,7 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
         ) from error
     of_model = dict(model.named_parameters(remove_duplicate=False))
     is_own_class = type(model).__name__ in (getattr(model.config, "architectures", None) or [])
-    needed = "" if is_own_class else f"{model.base_model_prefix}."  # of another class the head is new
+    needed = "" if is_own_class else f"{backbone_name(model)}."  # of another class the head is new
     missing = sorted(n for n in info["missing_keys"] if n in of_model and n.startswith(needed))
     mismatched = sorted(str(item[0]) for item in info["mismatched_keys"])
     if missing or mismatched:
@@ -94,7 +104,74 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
             f"{type(model).__name__}, such as {names[0]}; give a folder whose config.json and weights "
             "belong together"
         )
+    _check_fit(name_or_path, model, sorted(info["unexpected_keys"]), is_own_class, more.get("config"))
     return model
+
+
+def _check_fit(
+    name_or_path: str, model: PreTrainedModel, unexpected: list[str], is_own_class: bool, config: Any
+) -> None:
+    """Raise ValueError where the files hold weights of the model that config.json has no place for.
+
+    The head of another class is none. Of parts that a language model leaves out, as vision, a note is made.
+    """
+    backbone = backbone_of(model)
+    places = {re.sub(r"\d+", "*", name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    is_part = isinstance(config, PreTrainedConfig) and type(config) is not type(model.config)
+    if is_part:
+        distributed.say_once(
+            f"note: {name_or_path}: of this {config.model_type} the language model alone is loaded, trained "
+            "and exported, no part for images or sound"
+        )
+    lost = []
+    for name in unexpected:
+        first = name.partition(".")[0]
+        is_of_body = first == backbone_name(model) or hasattr(backbone, first)
+        is_known = re.sub(r"\d+", "*", name) in places
+        if not _MASKS.search(name) and (is_known or (not is_part and (is_own_class or is_of_body))):
+            lost.append(name)
+    if lost:
+        raise ValueError(
+            f"{name_or_path}: its config.json has no place for {len(lost)} of its weights, such as "
+            f"{lost[0]}; give a folder whose config.json and weights belong together"
+        )
+
+
+@torch.no_grad()
+def _check_values(name_or_path: str, model: PreTrainedModel) -> None:
+    """Raise ValueError where weights are no numbers, or integers that nothing scales.
+
+    Every rank must call this where weights are sharded.
+    """
+    wrong, has_shards = [], False
+    for name, parameter in model.named_parameters():
+        has_shards |= is_sharded(parameter)
+        shard = (local_shard(parameter) if is_sharded(parameter) else parameter.data).flatten()
+        some = shard[:4096]
+        if not shard.sum(dtype=torch.float32).isfinite() and not shard.isfinite().all():
+            wrong.append(f"{name} has numbers that are NaN or infinite; save or download it again")
+        elif len(whole_shape(parameter)) > 1 and (some == some.round()).all() and some.abs().amax() >= 2:
+            why = "has integers, and no quantization_config in config.json says what scales them"
+            wrong.append(f"{name} {why}; give the model before it was quantized")
+    if has_shards:
+        wrong = [text for of_rank in distributed.gather_objects(wrong) for text in of_rank]
+    if wrong:
+        raise ValueError(f"{name_or_path}: {wrong[0]}")
+
+
+def probe_of(auto_class: Any, config: PreTrainedConfig, *, trusts_code: bool) -> Any:
+    """What `family_probe` measures of a model of this configuration; what it notes is said once.
+
+    Raises ValueError where such a model cannot be used.
+    """
+    from common.models.family_probe import probe_family  # it measures what stands here
+
+    probe = probe_family(auto_class, config, trusts_code=trusts_code)
+    if probe.refusal:
+        raise ValueError(probe.refusal)
+    if probe.note:
+        distributed.say_once(f"note: {probe.note}")
+    return probe
 
 
 def set_dropout(owner: PreTrainedConfig | nn.Module, dropout: float) -> None:
@@ -111,8 +188,8 @@ def set_dropout(owner: PreTrainedConfig | nn.Module, dropout: float) -> None:
         elif isinstance(value, int | float) and not isinstance(value, bool):
             if "jitter" in name or "layerdrop" in name:
                 numbers[name] = value if dropout else 0.0
-            elif "drop" in name:
-                numbers[name] = dropout
+            elif "drop" in name:  # a whole number where a whole one was: MPT's class reads no other back
+                numbers[name] = type(value)(dropout) if float(dropout).is_integer() else dropout
     if isinstance(owner, nn.Module):
         if isinstance(owner, _DropoutNd):
             owner.p = dropout
@@ -144,6 +221,7 @@ def load_pretrained(
     """
     config = AutoConfig.from_pretrained(options.name_or_path, trust_remote_code=options.trust_remote_code)
     config.use_cache = False
+    probe = probe_of(auto_class, config, trusts_code=options.trust_remote_code)
     if options.dropout is not None:
         set_dropout(config, options.dropout)
     for name, value in config_changes.items():
@@ -163,7 +241,10 @@ def load_pretrained(
         attn_implementation=choose_attention(model_class, config, options.dtype),
         **packed,
     )
+    model.packs_rows = probe.packs
     settle(model)
+    if not getattr(model, "hf_quantizer", None):
+        _check_values(options.name_or_path, model)
     _grow_vocabulary(model, num_tokens, options.pad_vocab_multiple)
     del sharding
     if options.dropout is not None:  # code of its own may have numbers that no configuration names
@@ -233,7 +314,7 @@ def compute_hidden(model: PreTrainedModel, inputs: ModelInputs) -> torch.Tensor:
 
 def run_backbone(model: PreTrainedModel, inputs: ModelInputs, **more: Any) -> Any:
     """Return what a transformers model's backbone does, its last hidden states first."""
-    backbone = getattr(model, model.base_model_prefix)
+    backbone = backbone_of(model)
     arguments = inputs.model_arguments(with_packing=takes_packed(model))
     if not forward_accepts(backbone, "position_ids"):
         del arguments["position_ids"]

@@ -5,7 +5,7 @@ names, and models that share those.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -19,7 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from common.models.four_bit import packing_of, unpacked
+from common.models.attention import backbone_name
+from common.models.four_bit import packing_of, unpacked, whole_shape
 from common.models.loading import init_weight, plain_model
 from common.models.saved_adapters import (
     ADAPTER_WEIGHTS,
@@ -28,6 +29,7 @@ from common.models.saved_adapters import (
     is_adapter,
     read_adapter_config,
 )
+from common.ranks import distributed
 from common.ranks.failures import first_line
 from common.ranks.zero3 import gather_whole
 
@@ -60,10 +62,27 @@ def linear_module_names(model: nn.Module) -> list[str]:
     return [n for n in names if n.rsplit(".", 1)[-1] not in ("score", "lm_head", "embed_out")]
 
 
-def lora_targets(names: list[str], module_name: str, flag: str = "--lora_module_name") -> list[str]:
+def stacked_names(model: nn.Module) -> list[str]:
+    """Names of matrices in no linear layer, such as stacked experts: no adapter reaches them."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if len(whole_shape(parameter)) > 1 and not name.endswith(".weight") and ".lora_" not in name
+    ]
+
+
+def adapted_model_targets(model: nn.Module, module_name: str, flag: str = "--lora_module_name") -> list[str]:
+    """The linear layers of a model that `module_name` means. Raises ValueError as `lora_targets` does."""
+    return lora_targets(linear_module_names(model), module_name, flag, stacked_names(model))
+
+
+def lora_targets(
+    names: list[str], module_name: str, flag: str = "--lora_module_name", stacked: Sequence[str] = ()
+) -> list[str]:
     """Return those of the linear layers' `names` that contain `module_name`; all of them for `auto`.
 
-    Where none contains it, those in which it is found as a regular expression.
+    Where none contains it, those in which it is found as a regular expression. `stacked` are the matrices of
+    the model that are in no linear layer.
 
     Raises ValueError with the candidates when nothing matches: an adapter that silently matches nothing would
     train nothing.
@@ -74,6 +93,12 @@ def lora_targets(names: list[str], module_name: str, flag: str = "--lora_module_
             targets = [n for n in names if re.search(module_name, n)]
         except re.error:  # a part of a name that is in none
             pass
+    if not targets and (inside := [n for n in stacked if module_name in n]):
+        raise ValueError(
+            f"{flag} {module_name!r} means {len(inside)} stacked matrices, such as {inside[0]}, which are no "
+            "linear layers: adapters do not reach them; --only_optimize_lora false trains them whole, beside "
+            f"adapters of another {flag}"
+        )
     if not targets:
         candidates = {n.rsplit(".", 1)[-1] for n in names}
         candidates |= {n.partition(".0.")[0] + "." for n in names if ".0." in n}
@@ -95,7 +120,7 @@ def build_lora(model: PreTrainedModel, options: LoraOptions) -> nn.Module:
     if options.folder:
         config = _read_lora_config(options.folder)
     else:
-        targets = lora_targets(linear_module_names(model), options.module_name)
+        targets = adapted_model_targets(model, options.module_name)
         alpha = options.alpha or float(options.dim)
         config = LoraConfig(r=options.dim, lora_alpha=alpha, target_modules=targets, bias="none")
     try:
@@ -126,7 +151,22 @@ def add_lora(model: PreTrainedModel, options: LoraOptions, seed: int = 0) -> nn.
             if "lora_A" in name:  # PEFT's own would depend on the ZeRO stage; B stays zero
                 shape = getattr(parameter, "ds_shape", parameter.shape)
                 init_weight(parameter, name, std=shape[-1] ** -0.5, seed=seed)
+    if adapted is not model:
+        distributed.say_once(f"note: {_reach(adapted)}")
     return adapted
+
+
+def _reach(adapted: nn.Module) -> str:
+    """Which share of the weights the adapters reach, in words."""
+    sizes = {name: whole_shape(w.parameter).numel() for name, w in trained_weights(adapted).items()}
+    reached = [name for name, weight in trained_weights(adapted).items() if weight.lora_a is not None]
+    stacked = sum(sizes[name] for name in stacked_names(plain_model(adapted)) if name in sizes)
+    total = sum(sizes.values())
+    text = f"the adapters reach {len(reached)} matrices, {sum(sizes[n] for n in reached) / total:.1%}"
+    text += f" of the {total:,} weights of {plain_model(adapted).config.model_type}"
+    if stacked:
+        text += f"; {stacked / total:.1%} are stacked matrices, such as experts, which they do not reach"
+    return text
 
 
 def _read_lora_config(folder: str) -> LoraConfig:
@@ -174,7 +214,7 @@ def share_backbone(model: PreTrainedModel, owner: nn.Module) -> None:
     `owner` is a transformers model or its PEFT wrapper, `model` has no adapters yet. They are the same
     parameters then, so whoever moves them moves both.
     """
-    prefix = f"{model.base_model_prefix}."
+    prefix = f"{backbone_name(model)}."
     held = {name: weight.parameter for name, weight in trained_weights(owner).items()}
     for name, module in model.named_modules():
         own = [leaf for leaf, parameter in module._parameters.items() if parameter is not None]

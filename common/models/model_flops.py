@@ -6,7 +6,7 @@ DEVICES' rates are from the makers' data sheets: dense products, added up in fp3
 import itertools
 import re
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -59,8 +59,8 @@ class ModelFlops:
         self.head = whole_shape(head.weight).numel()
         self.trained_head = self.head * head.weight.requires_grad
         self.is_trained = any(p.requires_grad for p in model.parameters())
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        self.attention = 2 * text.num_hidden_layers * text.num_attention_heads * head_dim  # two products
+        layers = text.per_layer_config if text.is_heterogeneous else [text] * text.num_hidden_layers
+        self.attention = 2 * sum(map(_attention_width, layers))  # two products
 
     def count(self, inputs: ModelInputs, num_scored: int) -> None:
         """Add a pass over these inputs to the clock that runs; what needs a gradient is trained by it.
@@ -109,6 +109,13 @@ class ModelFlops:
         pairs = prompts.square().sum() + (read * before + read * (read + 1) / 2).sum()
         body = (prompts.sum() + read.sum()) * self.body
         return float(2 * (body + responses.sum() * self.head + pairs * self.attention))
+
+
+def _attention_width(layer: Any) -> int:
+    """Numbers of a token's queries, by a layer's configuration; 0 where a state takes attention's place."""
+    num_heads = getattr(layer, "num_attention_heads", None) or 0
+    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // max(num_heads, 1)
+    return num_heads * head_dim
 
 
 class Device(NamedTuple):

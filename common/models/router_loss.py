@@ -3,6 +3,7 @@
 # L layers with experts, N tokens, E experts
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +13,18 @@ from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from common.data.packed_batch import PackedBatch
+from common.models.attention import backbone_of
 from common.models.model_inputs import ModelInputs
 
 
 def router_coefficient(model: PreTrainedModel) -> float:
-    """Return the weight of the loss in training, 0 for a model without routers that can be recorded."""
-    backbone, config = getattr(model, model.base_model_prefix), model.config.get_text_config()
+    """Return the weight of the loss in training, 0 for a model without routers that can be recorded, and for
+    those whose class names a coefficient and never takes the loss (Llama 4).
+    """
+    backbone = backbone_of(model)
+    config = model.config.get_text_config()
     can_record = "router_logits" in (getattr(backbone, "_can_record_outputs", None) or {})
+    can_record &= "output_router_logits" in inspect.signature(model.forward).parameters
     return float(getattr(config, "router_aux_loss_coef", None) or 0.0) if can_record else 0.0
 
 

@@ -12,6 +12,7 @@ from common.data.chat_template import build_template
 from common.data.dialogue import Tokenised
 from common.data.example import Message
 from common.data.packed_batch import pack_rows, score_by_length
+from common.data.tokenizer import num_token_ids
 from common.flags.args import TokenizerArguments
 from common.models.loading import ModelOptions
 from common.models.lora import LoraOptions
@@ -88,4 +89,4 @@ def load_frozen_value_model(
         trust_remote_code=args.trust_remote_code,
     )
     lora = LoraOptions(folder=name) if is_adapter(name) else None
-    return load_value_model(options, len(tokenizer), lora).to(distributed.device()).eval()
+    return load_value_model(options, num_token_ids(tokenizer), lora).to(distributed.device()).eval()

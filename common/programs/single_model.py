@@ -13,9 +13,17 @@ from common.engine.ds_config import build_engine, config_of
 from common.engine.engine_step import LossTerm, compute_gradients, take_steps
 from common.flags.args import Problems
 from common.models.four_bit import refusals
-from common.programs import conversation_form, startup
+from common.models.saved_adapters import is_adapter
+from common.programs import conversation_form, model_checks, startup
 from common.programs.startup import Start
-from common.programs.training_loop import build_logger, run_steps, runs_packed, save_model
+from common.programs.training_loop import (
+    EVAL_STEP,
+    build_logger,
+    facts_at,
+    run_steps,
+    runs_packed,
+    save_model,
+)
 from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
 from common.runs.run import IntervalClock, Run
@@ -47,14 +55,20 @@ def begin(
         f"--max_tokens_per_micro_batch {caps}: this step's passes without gradients are as large as "
         f"--per_device_eval_batch_size says; give {caps.train} alone",
     )
-    startup.check_length(config, args.max_seq_len, f"--max_seq_len {args.max_seq_len}", problems)
+    is_ranker = getattr(args, "kind", "") == "reward"
+    model_checks.check_family(flag, config, args, problems, is_ranker=is_ranker)
+    model_checks.check_length(config, args.max_seq_len, f"--max_seq_len {args.max_seq_len}", problems)
     if check and config:
         check(config, args, problems)
     if args.lora_dim:
-        startup.check_lora("--lora_module_name", config, args.lora_module_name, args, problems)
+        model_checks.check_lora("--lora_module_name", config, args.lora_module_name, args, problems)
     for refusal in refusals(args):
         problems.add(refusal)
     start.tokenizer = config and startup.check_tokenizer(flag, args.model_name_or_path, args, problems)
+    lora_flag = "--lora_dim" if args.lora_dim or is_adapter(args.model_name_or_path) else ""
+    start.notes += model_checks.check_new_tokens(
+        flag, config, start.tokenizer, args, problems, lora_flag=lora_flag
+    )
     startup.finish_checks(start, flag)
     rows = args.per_device_train_batch_size
     start.ds_config = config_of(args, zero_stage=args.zero_stage, offload=args.offload, micro_batch_size=rows)
@@ -195,7 +209,7 @@ def train(
             max_batches=args.eval_iters,
         )
         with watchdog.phase("the evaluation", step, clock="evaluate"):
-            run.facts[trainer.fact] = trainer.evaluate(step, some)
+            run.facts |= {trainer.fact: trainer.evaluate(step, some), EVAL_STEP: step}
 
     with startup.as_problem(start.problems):
         run.begin()  # the first to write: the model is there
@@ -213,7 +227,8 @@ def train(
 
     run_steps(run, train_step, evaluate)
     if args.output_dir:
-        metadata = {"step": trainer.kind} | conversation_form.describe_form(args) | run.facts
+        metadata = {"step": trainer.kind} | conversation_form.describe_form(args)
+        metadata |= facts_at(run.step, run.facts)
         if start.options.is_scored:
             metadata[conversation_form.READS_CLOSING] = True
         save_model(start, logger, trainer.engine.module, metadata)

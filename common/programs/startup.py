@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from common.data.data_options import DataOptions, check_sources
 from common.data.dialogue import Template
@@ -27,7 +27,6 @@ from common.engine.ds_config import effective_zero_stage, load_overrides
 from common.flags.args import Problems, RunArguments, parse_args
 from common.flags.optimizer import check_optimizer
 from common.flags.problems import has_hub_form, no_effect_notes
-from common.models.lora import linear_module_names, lora_targets
 from common.models.saved_adapters import base_of, is_adapter, tokenizer_of
 from common.programs.conversation_form import find_template
 from common.programs.memory_check import check_memory
@@ -227,20 +226,6 @@ def check_model(
         return None
 
 
-def empty_model(config: Any, args: Any, auto_class: Any = AutoModelForCausalLM) -> Any:
-    """Return the model of a configuration on the meta device, where weights take no memory."""
-    with torch.device("meta"):
-        return auto_class.from_config(config, trust_remote_code=args.trust_remote_code)
-
-
-def check_lora(flag: str, config: Any, module_name: str, args: Any, problems: Problems) -> None:
-    """Add a problem when no linear layer's name contains `module_name`."""
-    if config is None or module_name == "auto":
-        return
-    with problems.catch():
-        lora_targets(linear_module_names(empty_model(config, args)), module_name, flag)
-
-
 def check_tokenizer(
     flag: str, name_or_path: str, args: Any, problems: Problems
 ) -> PreTrainedTokenizerFast | None:
@@ -256,13 +241,6 @@ def check_tokenizer(
             flag=flag,
         )
     return None
-
-
-def check_length(config: Any, num_tokens: int, flags: str, problems: Problems) -> None:
-    """Add a problem when a model has fewer positions than the flags ask for."""
-    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    if limit and num_tokens > limit:
-        problems.add(f"{flags}: {num_tokens} tokens are more than the model's {limit} positions; lower it")
 
 
 def print_notes(args: Any, argv: Sequence[str] | None = None) -> None:

@@ -21,6 +21,8 @@ from common.runs.export import save_adapter, save_export
 from common.runs.run import Run
 from common.runs.run_logger import RunLogger
 
+EVAL_STEP = "eval_step"  # in an export's metadata: the step that its held-out figures are of
+
 
 def load_policy(
     args: Any, ds_config: dict[str, Any], num_tokens: int, *, dropout: float | None, role: Any = None
@@ -107,6 +109,12 @@ def save_model(start: Start, logger: RunLogger, module: nn.Module, metadata: dic
     save_export(folder / "export", model, start.tokenizer, metadata=metadata, needs_own_pad=is_ranker)
     save_adapter(folder / "adapter", model, start.tokenizer, metadata=metadata)
     logger.note(f"saved {folder}/export")
+
+
+def facts_at(step: int, facts: dict[str, Any]) -> dict[str, Any]:
+    """What an export at a step says of its run: `facts` without an evaluation that was before training."""
+    is_whole = step == 0 or facts.get(EVAL_STEP) != 0
+    return facts if is_whole else {name: x for name, x in facts.items() if not name.startswith("eval")}
 
 
 def build_logger(args: Any, columns: tuple[str, ...], num_steps: int) -> RunLogger:

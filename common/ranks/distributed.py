@@ -8,6 +8,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from common.ranks import watchdog  # noqa: E402
 from common.ranks.failure_detector import PATIENT  # noqa: E402
 from common.ranks.failures import first_line, say  # noqa: E402
 
+_IS_ON_CPU: ContextVar[bool] = ContextVar("_IS_ON_CPU", default=False)
 # nccl ends a process that waited too long, from a thread of its own and without saying for whom: later than
 # the watch does.
 NCCL_EXTRA_SECONDS = 30.0
@@ -119,9 +121,19 @@ def stop(code: int = 0, cause: BaseException | None = None) -> None:
         dist.destroy_process_group()
 
 
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Compute on the CPU in the block, whatever device the rank has."""
+    token = _IS_ON_CPU.set(True)
+    try:
+        yield
+    finally:
+        _IS_ON_CPU.reset(token)
+
+
 def has_gpu() -> bool:
     """Whether training runs on a CUDA device."""
-    return torch.cuda.is_available() and get_accelerator().device_name() == "cuda"
+    return not _IS_ON_CPU.get() and torch.cuda.is_available() and get_accelerator().device_name() == "cuda"
 
 
 def has_hidden_gpu() -> bool:

@@ -36,9 +36,11 @@ def say(text: str) -> None:
 
 
 def first_line(error: BaseException, otherwise: str = "") -> str:
-    """Return the first line of what an exception says; of one that says nothing `otherwise`, or its kind."""
-    lines = str(error).strip().splitlines()
-    return lines[0].strip() if lines else otherwise or type(error).__name__
+    """Return the first line of what an exception says, and the next where that ends in a colon; of one that
+    says nothing `otherwise`, or its kind.
+    """
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [otherwise or type(error).__name__]
+    return " ".join(lines[: 1 + lines[0].endswith(":")])
 
 
 def kind_and_line(error: BaseException) -> str:

@@ -4,6 +4,7 @@ An export carries no adapter and no vocabulary padding: LoRA is merged in fp32 (
 touched) and the padding rows are cut off.
 """
 
+import contextlib
 import copy
 import json
 import shutil
@@ -14,17 +15,23 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
+from common.data.chat_template import build_template
+from common.data.tokenizer import num_token_ids
 from common.models.loading import plain_model
 from common.models.lora import TrainedWeight, trained_weights
 from common.models.saved_adapters import ADAPTER_CONFIG, POOLING
 from common.ranks import distributed, watchdog
 from common.ranks.zero3 import gather_whole
 from common.runs.durable_files import WRITING, SaveFailed, publish_folder, without_nan
+from common.runs.older_readers import add_older_names, add_older_tokenizer_names
 
 METADATA_FILE = "triptych.json"
 NEW_PAD_TOKEN = "<|pad|>"
+# A pipeline shows the score itself where its problem is a regression, else a sigmoid of it.
+SCORE_LABEL = {"id2label": {0: "reward"}, "label2id": {"reward": 0}, "problem_type": "regression"}
 
 
 def gather_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -64,15 +71,50 @@ def save_export(
     """Write model and tokenizer to `folder`, replacing it only when the new one is whole.
 
     `model` is a transformers model, its PEFT wrapper, sharded or not. `metadata` goes to triptych.json
-    (template, step, held-out numbers), which chat.py and step 3 read. `needs_own_pad`: PAD must be no other
-    token, for transformers' classifiers look for the last token that is not PAD, and would not see an EOS
-    that is PAD too. Existing ids do not change. Every rank must call this. Raises SaveFailed.
+    (template, step, held-out numbers), which chat.py and step 3 read; its template is the tokenizer's chat
+    template. `needs_own_pad`: the model is a classifier, see `_prepare_tokenizer`. Existing ids do not
+    change. Every rank must call this. Raises SaveFailed.
     """
     plain, state = plain_model(model), gather_state_dict(model)
-    if needs_own_pad and tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
-        tokenizer = copy.deepcopy(tokenizer)
-        tokenizer.add_special_tokens({"pad_token": NEW_PAD_TOKEN})
-    _replace(Path(folder), lambda new: _write_model(plain, state, tokenizer, new), tokenizer, metadata or {})
+    metadata = metadata or {}
+    tokenizer = _prepare_tokenizer(tokenizer, metadata, needs_own_pad=needs_own_pad)
+    changes = SCORE_LABEL if needs_own_pad else {}
+    _replace(
+        Path(folder), lambda new: _write_model(plain, state, tokenizer, new, changes), tokenizer, metadata
+    )
+
+
+def _prepare_tokenizer(
+    tokenizer: PreTrainedTokenizerFast,
+    metadata: dict[str, Any],
+    *,
+    needs_own_pad: bool,
+    pad_id: int | None = None,
+) -> PreTrainedTokenizerFast:
+    """Return a copy whose chat template is the form that was trained, and whose PAD is not EOS where it has
+    another one.
+
+    With `needs_own_pad` any special token may be PAD, and one is added where there is no other than EOS:
+    transformers' classifiers look for the last token that is not PAD, and would not see an EOS that is PAD
+    too. `pad_id` is the one to take, if it is a special token.
+    """
+    exported = copy.deepcopy(tokenizer)
+    if "template" in metadata:
+        variables = metadata.get("chat_template_kwargs", "")
+        exported.chat_template = build_template(metadata["template"], tokenizer, variables).chat_template
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    special.sort(key=lambda token: ("pad" not in token.lower(), token == tokenizer.bos_token, len(token)))
+    pads = [
+        getattr(tokenizer.added_tokens_decoder.get(pad_id), "content", None),
+        tokenizer.pad_token,
+        *(token for token in special if "pad" in token.lower()),
+        tokenizer.unk_token,
+        *([*special, NEW_PAD_TOKEN] if needs_own_pad else []),
+    ]
+    pad = next((token for token in pads if token not in (None, tokenizer.eos_token)), tokenizer.pad_token)
+    if pad != tokenizer.pad_token:
+        exported.add_special_tokens({"pad_token": pad})
+    return exported
 
 
 def _replace(
@@ -89,7 +131,7 @@ def _replace(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         fill(temporary)
-        tokenizer.save_pretrained(temporary)
+        _write_tokenizer(tokenizer, temporary)
         (temporary / METADATA_FILE).write_text(json.dumps(without_nan(metadata), indent=2))
         publish_folder(temporary, folder)
 
@@ -104,23 +146,70 @@ def _replace(
         ) from error
 
 
+def _write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write the tokenizer so that transformers 4 reads it as 5 does."""
+    tokenizer.save_pretrained(folder, save_jinja_files=False)  # old readers look into the configuration
+    base = {}
+    with contextlib.suppress(OSError, ValueError):  # gone since it was loaded
+        base = get_tokenizer_config(tokenizer.name_or_path)
+    _edit(folder / "tokenizer_config.json", lambda said: add_older_tokenizer_names(said, base, tokenizer))
+
+
+def _edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    change(content)
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
 def _write_model(
-    plain: PreTrainedModel, state: dict[str, torch.Tensor], tokenizer: PreTrainedTokenizerFast, folder: Path
+    plain: PreTrainedModel,
+    state: dict[str, torch.Tensor],
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    changes: dict[str, Any],
 ) -> None:
-    """Write weights, as many rows of them as there are tokens, and configuration; `plain` is not changed."""
-    num_rows = max(plain.num_exported_rows, len(tokenizer))
+    """Write weights, as many rows of them as there are tokens, and configuration with these changes; `plain`
+    is not changed.
+    """
+    num_rows = max(plain.num_exported_rows, num_token_ids(tokenizer))
     _set_num_rows(plain, state, num_rows)
-    token_ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     exported = copy.copy(plain)  # the same modules, with configurations of its own
     exported.config = copy.deepcopy(plain.config)
-    exported.config.update({"use_cache": True, **token_ids})
+    exported.config.update({"use_cache": True} | changes)
     if getattr(plain, "hf_quantizer", None):  # the weights are unpacked
         exported.hf_quantizer = None
         del exported.config.quantization_config
     exported.config.get_text_config().vocab_size = num_rows
+    for config in (exported.config, exported.config.get_text_config()):
+        config.update(_token_ids(tokenizer, config))
     if getattr(plain, "generation_config", None) is not None:
-        exported.generation_config = _savable_generation_config(plain.generation_config, token_ids)
+        exported.generation_config = _savable_generation_config(plain.generation_config, tokenizer)
     exported.save_pretrained(folder, state_dict=state)
+    _edit(folder / "config.json", add_older_names)
+
+
+def _token_ids(tokenizer: PreTrainedTokenizerFast, config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the ids that a configuration must name.
+
+    Where PAD is EOS there is none: a classifier that begins with this model would not see the EOS, and torch
+    would not train it, for the embedding of PAD gets no gradient.
+    """
+    pad, eos, bos = tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id
+    has_stops = isinstance(getattr(config, "eos_token_id", None), list)
+    return {
+        "pad_token_id": None if pad == eos else pad,
+        "eos_token_id": _stop_ids(tokenizer, config) if has_stops else eos,
+        "bos_token_id": getattr(config, "bos_token_id", None) if bos is None else bos,
+    }
+
+
+def _stop_ids(
+    tokenizer: PreTrainedTokenizerFast, base: PreTrainedConfig | GenerationConfig
+) -> int | list[int]:
+    """Return the tokens that end an answer: the tokenizer's EOS first, then those of the base."""
+    of_base = base.eos_token_id if isinstance(base.eos_token_id, list) else [base.eos_token_id]
+    ids = list(dict.fromkeys(i for i in [tokenizer.eos_token_id, *of_base] if i is not None))
+    return ids if len(ids) > 1 else ids[0]
 
 
 def _set_num_rows(model: PreTrainedModel, state: dict[str, torch.Tensor], num_rows: int) -> None:
@@ -135,19 +224,34 @@ def _set_num_rows(model: PreTrainedModel, state: dict[str, torch.Tensor], num_ro
             state[name] = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]).contiguous()
 
 
-def _savable_generation_config(generation_config: GenerationConfig, token_ids: dict[str, Any]) -> Any:
-    """Return a copy with these token ids, and with nothing else where transformers would not save it.
+def _savable_generation_config(
+    generation_config: GenerationConfig, tokenizer: PreTrainedTokenizerFast
+) -> GenerationConfig:
+    """Return a copy with the tokenizer's ids and all stop tokens, without what transformers would not save.
 
     Some published ones name a temperature without do_sample, or a length penalty without beams; transformers
     saves those back only as they were.
     """
-    changed = copy.deepcopy(generation_config)
-    vars(changed).update(token_ids)
-    try:
-        changed.validate(strict=True)
-        return changed
-    except ValueError:
-        return GenerationConfig(bos_token_id=generation_config.bos_token_id, **token_ids)
+    values, kept, dropped = generation_config.to_diff_dict(), GenerationConfig(), []
+    values |= {
+        "eos_token_id": _stop_ids(tokenizer, generation_config),
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    # Others are valid by these two.
+    for name in sorted(values, key=lambda name: (name not in ("do_sample", "num_beams"), name)):
+        trial = copy.deepcopy(kept)
+        setattr(trial, name, values[name])
+        try:
+            trial.validate(strict=True)
+            kept = trial
+        except ValueError:
+            dropped.append(name)
+    if dropped:
+        distributed.say_once(
+            f"note: generation_config.json of the export is without the base's {', '.join(dropped)}: as they "
+            "stand there they have no effect, and transformers would not save them"
+        )
+    return kept
 
 
 @watchdog.phase("the export of the adapter")
@@ -164,17 +268,24 @@ def save_adapter(
     others = [name for name in trained if ".lora_" not in name]
     if not hasattr(model, "peft_config") or any(not name.endswith("score.weight") for name in others):
         return
-    pooling = getattr(plain_model(model).config, POOLING, "last")
+    plain = plain_model(model)
+    pooling, base = getattr(plain.config, POOLING, "last"), plain.name_or_path
+    pad_id = getattr(plain.config.get_text_config(), "pad_token_id", None)
+    tokenizer = _prepare_tokenizer(tokenizer, metadata, needs_own_pad=bool(others), pad_id=pad_id)
+    if others and tokenizer.pad_token_id != pad_id:
+        distributed.say_once(
+            f"note: PEFT takes PAD from {base}, where it is {pad_id}: load {folder} with num_labels=1, and "
+            f"set its config.pad_token_id to {tokenizer.pad_token_id}"
+        )
     weights = _gather({name.replace(".default.", "."): TrainedWeight(p) for name, p in trained.items()})
 
     def fill(temporary: Path) -> None:
         config = copy.deepcopy(model.peft_config["default"])
-        config.base_model_name_or_path = model.get_base_model().name_or_path
+        config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
         config.task_type, config.inference_mode = "SEQ_CLS" if others else "CAUSAL_LM", True
         config.save_pretrained(temporary)
         if others and pooling != "last":  # PEFT has no field for it: it says that it does not know the name
-            saved = json.loads((temporary / ADAPTER_CONFIG).read_text()) | {POOLING: pooling}
-            (temporary / ADAPTER_CONFIG).write_text(json.dumps(saved, indent=2, sort_keys=True))
+            _edit(temporary / ADAPTER_CONFIG, lambda said: said.update({POOLING: pooling}))
         save_file(weights, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
 
     _replace(Path(folder), fill, tokenizer, metadata)

@@ -1,6 +1,7 @@
 """Inputs that the tests of whole programs share, and a process group of one for runs in this process."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 import tiny_inputs
 import torch
 from forked_runs import ForkServer, fork_server
+from transformers import AutoTokenizer
 from transformers.utils import logging
 
 
@@ -51,6 +53,13 @@ def more_inputs(tiny, tiny_tokenizer) -> dict[str, str]:
         "ranked": [row | {"ranks": [1, 2, 3]} for row in ranked],
     }
     paths = {name: tiny_inputs.write_rows(folder / f"{name}.jsonl", made) for name, made in files.items()}
+    chatty = shutil.copytree(tiny.base, folder / "chatty")
+    tokenizer = AutoTokenizer.from_pretrained(chatty)
+    tokenizer.chat_template = (
+        "{{ brief }}{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    )
+    tokenizer.save_pretrained(chatty)
+    paths["chatty"] = chatty
     paths["reward2"] = tiny_inputs.save_reward_model(folder / "reward2", tiny_tokenizer, seed=2)
     return {name: str(path) for name, path in (vars(tiny) | paths).items()}
 

@@ -50,11 +50,13 @@ EVERYWHERE: dict[str, Any] = {
     "data_split": "3,1,2",
     "template": ["plain", "one_line"],
     "score_column": ("quality", {"data_path": "{scored}"}),
+    "columns": ("prompt=response,response=prompt", {"data_path": "{scored}"}),
     "eot_token": "a",
     "add_eot_token": (True, {"eot_token": "<|eot|>"}),
 }
 OF_ONE_MODEL = EVERYWHERE | {
     "model_name_or_path": "{gpt2}",
+    "chat_template_kwargs": ('{{"brief": "a"}}', {"model_name_or_path": "{chatty}"}),
     "max_seq_len": 16,
     "per_device_train_batch_size": 3,
     "per_device_eval_batch_size": (1, {"eval_iters": 1, "eval_fraction": 0.5}),
@@ -110,6 +112,7 @@ ACTS: dict[int, dict[str, Any]] = {
         "top_p": 0.5,
         "num_samples_per_prompt": 2,
         "actor_model_name_or_path": "{gpt2}",
+        "chat_template_kwargs": ('{{"brief": "a"}}', {"actor_model_name_or_path": "{chatty}"}),
         "critic_model_name_or_path": "{reward2}",
         "only_optimize_lora": (False, ADAPTERS | {"only_optimize_lora": True}),
         "load_in_4bit": (True, ADAPTERS),

@@ -93,6 +93,7 @@ ACTS: dict[type, dict[str, Any]] = {
         "data_path": "{ranked}",
         "template": "plain",
         "score_column": ("quality", {"data_path": "{scored}"}),
+        "columns": ("prompt=response,response=prompt", {"data_path": "{scored}"}),
         "model_name_or_path": "{reward2}",
         "max_seq_len": 12,
         "dtype": "bf16",
@@ -114,6 +115,7 @@ ACTS: dict[type, dict[str, Any]] = {
     },
     chat.ChatArguments: ANSWERING
     | SAMPLED
+    | {"chat_template_kwargs": ('{{"brief": "a"}}', {"path": "{chatty}"})}
     | {"seed": 5, "path": "{gpt2}", "compare": "{gpt2}", "reward": "{reward}", "system": "Be brief."},
     ServeArguments: TOKENS
     | {
@@ -134,6 +136,7 @@ ELSEWHERE = {
     "of hub names": "trust_remote_code",
     "limits, time alone": "no_cuda_graphs max_bad_rows per_device_eval_batch_size batch_size",
     "drawn by people": "data_path",
+    "of chat templates, by the same code as chat.py's": "chat_template_kwargs",
 }
 CASES = [
     pytest.param(cls, flag, *(case if isinstance(case, tuple) else (case, {})), id=f"{cls.__name__}-{flag}")

@@ -204,7 +204,8 @@ def test_sharegpt(tmp_path, tiny_tokenizer):
 # ---- rated answers, each by itself
 
 
-UPS, DOWNS = (True, 1, 1.0, "1", "True", "up", "THUMBS_UP", "👍"), (False, 0, -1, "0.0", "down", "👎")
+UPS = (True, 1, 1.0, "1", "True", "up", "THUMBS_UP", "👍", " true ", "yes", "Good", "thumbs up", "1.00")
+DOWNS = (False, 0, -1, "0.0", "down", "👎", "False ", "no", "bad", "thumbs-down", "0.00", -0.0)
 
 
 @pytest.mark.parametrize("column", ["completion", "response"])
@@ -221,9 +222,13 @@ def test_a_label_says_whether_an_answer_is_good(column):
 
 
 def test_a_label_that_is_no_thumb_is_for_a_reward():
-    (example,) = read_row({"prompt": "hi", "response": "a", "label": "sports"})
-    assert (example.chosen, example.is_rated) == ("a", False)
-    assert "no pair of a chosen" in str(missing_for(2, example, is_unpaired=True))
+    for label in ("sports", "", 0.5, 2, [True], {"a": 1}, "1_0", float("nan")):
+        (example,) = read_row({"prompt": "hi", "response": "a", "label": label})
+        assert (example.chosen, example.rejected, example.is_rated) == (None, None, False)
+        for step in (1, 2):
+            problem = missing_for(step, example, is_unpaired=True)
+            assert "says neither good nor bad" in str(problem) and not isinstance(problem, EmptyRow)
+        assert missing_for(3, example) is None
 
 
 def rated_texts(data, tokenizer):
@@ -263,6 +268,6 @@ def test_a_source_without_labels_and_pairs_is_refused_with_the_forms(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "hi", "answer": "a"}])
     options = make_options(path, 2, tmp_path, is_unpaired=True)
     (problem,) = check_sources(options)
-    assert "no pair of a chosen" in problem and "| prompt/completion/label |" in problem
+    assert "no pair of a chosen" in problem and "| prompt/response/label |" in problem
     (problem,) = check_sources(make_options(path, 2, tmp_path))
-    assert "prompt/completion/" not in problem
+    assert "/label" not in problem

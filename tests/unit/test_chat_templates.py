@@ -3,6 +3,7 @@
 `python tests/unit/test_chat_templates.py` writes the texts in chat_templates/ again.
 """
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -139,6 +140,16 @@ def test_the_cures_of_a_reply_that_is_not_asked_for_help(make_tokenizer):
     tokenizer = build_tokenizer("deepseek_r1", make_tokenizer)
     assert "use another --template" in bad_row(tokenizer, TURNS[:2])
     assert "give the thought" not in bad_row(tokenizer, TURNS[:2])
+
+
+def test_other_programs_render_an_export_with_the_variables_of_training(make_tokenizer):
+    tokenizer = build_tokenizer("nemotron_3", make_tokenizer)
+    template = build_template("chat", tokenizer, '{"enable_thinking": false}')
+    expected = template.prompt_text([Message("user", "Is it warm?")])
+    tokenizer.chat_template = template.chat_template
+    ask = functools.partial(tokenizer.apply_chat_template, turns_of(TURNS[:1]), tokenize=False)
+    assert ask(add_generation_prompt=True) == expected and expected.endswith("<think></think>")
+    assert ask(add_generation_prompt=True, enable_thinking=True).endswith("<think>\n")
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen3"])

@@ -11,7 +11,7 @@ from tiny_configs import tiny_config
 from transformers import AutoModelForCausalLM
 
 from common.generation.tp_plans import PLANS
-from common.models.loading import build_position_ids
+from common.models.loading import ModelOptions, build_position_ids, load_causal_lm
 from common.models.output_head import LogitOptions
 from tools import check_model
 from tools.check_model import Finding, choose_sizes, compare, compute, likeliest_finding, main, tolerance_of
@@ -94,6 +94,7 @@ def see_padding(inputs, **_):
     ids=["factor of the logits", "positions of the cached pass", "padding that is seen"],
 )
 def test_what_is_wrong_fails_its_own_line(tiny_model_folder, check, monkeypatch, family, name, wrong, failed):
+    load_causal_lm(ModelOptions(tiny_model_folder(family)), 320)  # its family is known to be right
     monkeypatch.setattr(f"common.{name}", wrong)
     shown = check(tiny_model_folder(family), *QUICK)
     assert shown.code == 1 and shown.failed() == list(failed)
@@ -104,6 +105,7 @@ def test_what_a_model_raises_is_a_finding_and_the_other_checks_run(tiny_model_fo
     def refuse(model):
         raise ValueError("does to its logits what is neither a factor nor a cap")
 
+    load_causal_lm(ModelOptions(tiny_model_folder("opt")), 320)  # its family is known to be right
     monkeypatch.setattr("common.models.policy_model.read_logit_transform", refuse)
     shown = check(tiny_model_folder("opt"), *QUICK)
     assert shown.code == 1 and shown.failed() == ["log-probabilities"]

@@ -12,6 +12,7 @@ from tiny_configs import tiny_config
 import chat
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.value_model import load_value_model
+from common.runs.export import save_export
 from serving import prompt_eval, reward_server
 from step2_reward import rw_eval
 
@@ -119,3 +120,44 @@ def test_programs_that_only_read_a_model_say_so_in_one_message(
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
         assert f"{folder} has no trained score head; give the export/ folder" in refused()
+
+
+def test_a_whole_number_stays_one_where_dropout_is_set(tmp_path, tiny_tokenizer):
+    """MPT's class reads no other number back."""
+    made = transformers.MptConfig(vocab_size=320, d_model=32, n_layers=2, n_heads=4, max_seq_len=64)
+    transformers.AutoModelForCausalLM.from_config(made).save_pretrained(tmp_path / "base")
+    model = load_causal_lm(ModelOptions(str(tmp_path / "base"), dropout=0.0), 320)
+    save_export(tmp_path / "export", model, tiny_tokenizer)
+    assert load(tmp_path / "export") is not None
+
+
+def test_a_language_model_of_a_composite_is_said_to_leave_the_rest_out(tmp_path, tiny_tokenizer, capfd):
+    text = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    text |= {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2}
+    text |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    made = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+    whole = transformers.Qwen3_5ForConditionalGeneration(made)
+    whole.save_pretrained(tmp_path)
+    loaded = load(tmp_path)
+    assert (
+        "of this qwen3_5 the language model alone is loaded, trained and exported" in capfd.readouterr().err
+    )
+    weights = {n: p for n, p in whole.named_parameters() if "visual" not in n}
+    assert len(weights) == len(dict(loaded.named_parameters()))
+
+    made.text_config.num_hidden_layers = 1  # a layer's weights are no part for images
+    made.text_config.layer_types = ["linear_attention"]
+    made.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no place for .* of its weights"):
+        load(tmp_path)
+
+
+def test_tables_that_older_releases_saved_are_no_weights(save_model):
+    folder = save_model()
+    path = folder / "model.safetensors"
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    old |= {"model.layers.0.self_attn.masked_bias": torch.ones(1)}
+    save_file(load_file(path) | old, path, metadata={"format": "pt"})
+    assert load(folder) is not None

@@ -10,16 +10,18 @@ from stage_texts import build, put_on_hub
 
 from common.data import hub_data
 from common.data.adapters.base import ADAPTERS, AnyForm
-from common.data.adapters.row_forms import ROW_FORMS
+from common.data.adapters.row_columns import COLUMN_NAMES
+from common.data.adapters.row_forms import _LABELS, ROW_FORMS
+from common.data.adapters.row_parts import _MARKS, _TURN_KEYS, MEDIA, SPEAKERS
 from common.data.example import BadRow, EmptyRow, Message, missing_for
 from common.data.raw_rows import RawRows
 from common.data.registry import load_source
 
 PAGE = (Path(__file__).parents[2] / "docs/data.md").read_text()
 ENTRY = re.compile(
-    r"### (?P<names>`.+`)\n\n```json\n(?P<rows>(?:\{.+\}\n)+)```\nSteps? (?P<steps>\d(?:, \d)*)\."
+    r"### (?P<names>`.+`)(?: \(.+\))?\n\n```json\n(?P<rows>(?:\{.+\}\n)+)```\nSteps? (?P<steps>\d(?:, \d)*)\."
 )
-QUESTIONS = {"How warm is it?", "有多暖和？", "どのくらい暖かい？", "How warm is it?\n\nHere, today."}
+QUESTIONS = {"How warm is it?", "20", "有多暖和？", "どのくらい暖かい？", "How warm is it?\n\nHere, today."}
 BEST = {"20 degrees.", "２０度。", "２０度", "今日は２０度です。", "朝は寒い。今日は２０度です。"}
 WORSE = {"No.", "Warm.", "Mild.", "As always.", "鱼在水里。"}
 
@@ -45,6 +47,7 @@ def entries(section: str) -> list[Entry]:
 
 
 NAMED, FORMS = entries("Data sets by name"), entries("Forms")
+OTHERS = entries("Forms of other programs")
 ROWS = {name: entry.rows[0] for entry in NAMED for name in entry.names}
 
 
@@ -52,7 +55,7 @@ def check_entry(adapter, entry: Entry) -> None:
     """The example serves the steps that the page says, and every text of it is where it belongs."""
     arranged = adapter.arrange(RawRows(entry.rows, "page"))
     found = [example for i in range(len(arranged)) for example in adapter.to_examples(arranged[i])]
-    is_unpaired = "label" in entry.names
+    is_unpaired = any(example.is_rated for example in found)
     steps = {
         step
         for step in (1, 2, 3)
@@ -84,9 +87,21 @@ def test_an_example_of_a_data_set_serves_the_steps_that_it_says(entry):
         assert set(adapter.columns()) <= entry.rows[0].keys()
 
 
-@pytest.mark.parametrize("entry", FORMS, ids=lambda entry: "/".join(entry.names))
+@pytest.mark.parametrize("entry", [*FORMS, *OTHERS], ids=lambda entry: "/".join(entry.names))
 def test_an_example_of_a_form_serves_the_steps_that_it_says(entry):
+    assert set(entry.names) <= {*entry.rows[0], "text"}
     check_entry(AnyForm(), entry)
+
+
+def test_the_page_has_every_name_of_a_column_and_every_mark():
+    table = PAGE.split("| column | names |")[1].split("\n\n")[0]
+    for name, names in COLUMN_NAMES.items():
+        (line,) = [line for line in table.splitlines() if f"`{name}`" in line.split(" | ")[0]]
+        assert set(names) <= set(re.findall(r"`(\w+)`", line)), name
+    for name in (*_MARKS, *_TURN_KEYS, *MEDIA):
+        assert f"`{name}`" in PAGE, name
+    for name in (*SPEAKERS, *_LABELS):
+        assert re.search(rf"\b{name}\b" if name.isalpha() else re.escape(name), PAGE) or name in "yn", name
 
 
 def test_the_commands_of_the_page_name_what_is_there(tmp_path):
@@ -114,7 +129,7 @@ def test_hh_rlhf_prompt_ends_at_the_last_assistant_that_both_share():
     assert (example.chosen, example.rejected) == (" No.", " Yes.")
     example = example_of("Anthropic/hh-rlhf", chosen=start, rejected="\n\nHuman: hi\n\nAssistant: hey")
     assert example.prompt == (hi,) and example.rejected == " hey"
-    with pytest.raises(BadRow, match="share no 'Assistant:'"):
+    with pytest.raises(BadRow, match="but no `prompt` that they answer"):
         example_of("Anthropic/hh-rlhf", chosen="x", rejected="y")
     with pytest.raises(EmptyRow):
         example_of("Anthropic/hh-rlhf", chosen=start + " ", rejected=start + " Yes.")
@@ -209,6 +224,8 @@ class FakeSplit(list):
     [
         ("mkqa-Japanese", ("apple/mkqa", None), ("train", "test", "validation")),  # validation before test
         ("nvidia/HelpSteer3", ("nvidia/HelpSteer3", "preference"), ("train", "test", "validation")),
+        ("nvidia/HelpSteer3:edit", ("nvidia/HelpSteer3", "edit"), ("train", "test", "validation")),
+        ("owner/name:main", ("owner/name", "main"), ("train", "test", "validation")),
         (
             "HuggingFaceH4/ultrafeedback_binarized",
             ("HuggingFaceH4/ultrafeedback_binarized", None),
@@ -224,7 +241,8 @@ def test_where_a_name_lies(monkeypatch, name, asked, parts):
         return {part: FakeSplit(range(size)) for size, part in enumerate(parts, 1)}
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    train, held_out = hub_data.load_hub(name)
+    adapter = load_source(name).adapter
+    train, held_out = adapter.load()
     assert calls == [asked] and (len(train), len(held_out)) == (1, 3)
 
 

@@ -134,7 +134,27 @@ def test_a_statistic_may_have_its_own_number_of_items():
 
     means = update_engine(engine, [LossTerm("loss", MICRO_BATCHES, sums, len)])
     assert means["of_some"] == pytest.approx((2.0 - 1.0 + 2.0) / 3)
-    assert means["of_none"] == 0.0 and means["of_all"] == pytest.approx(10.0 / 4)
+    assert "of_none" not in means, "nothing has no mean"
+    assert means["of_all"] == pytest.approx(10.0 / 4)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_rows_without_an_item_make_no_step(stage):
+    """Weights, moments, schedule and counters are as if they had not been there, though momentum would move
+    the weights.
+    """
+    with_them, without = (build(stage, schedule="linear") for _ in range(2))
+    for engine in (with_them, without):
+        update_engine(engine, [term(engine)])
+    nothing = LossTerm("loss", MICRO_BATCHES, squared_sums(with_them), lambda batch: 0.0)
+    for terms in ([nothing], [term(with_them), nothing]):
+        with pytest.raises(StepRefused, match="no token that is learned"):
+            compute_gradients(with_them, terms)
+    assert EngineState(with_them).json_state() == EngineState(without).json_state()
+    for _ in range(2):
+        assert update_engine(with_them, [term(with_them)]) == update_engine(without, [term(without)])
+    weights = [gather_state_dict(engine.module)["weight"] for engine in (with_them, without)]
+    assert torch.equal(*weights)
 
 
 def test_two_ranks_of_equal_batches_make_the_step_of_one(monkeypatch):

@@ -18,10 +18,13 @@ from common.models.loading import ModelOptions, load_causal_lm
 from common.models.lora import LoraOptions, add_lora
 from common.models.model_inputs import build_model_inputs
 from common.models.value_model import load_value_model
+from common.programs.training_loop import facts_at
 from common.runs import durable_files
 from common.runs.durable_files import SaveFailed
 from common.runs.export import read_metadata, save_adapter, save_export
 from serving.answering import AnsweringArguments, Sampling, load_answerer, load_template, merge_adapter
+from step3_ppo.arguments import PPOArguments
+from step3_ppo.main import build_metadata
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -158,12 +161,20 @@ def test_no_adapter_is_written_when_more_was_trained(tiny_model_folder, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("published", "is_kept"),
-    [({"temperature": 0.6, "do_sample": True, "eos_token_id": [3, 4]}, True), ({"temperature": 0.6}, False)],
+    ("published", "stops", "dropped"),
+    [
+        ({"temperature": 0.6, "do_sample": True, "eos_token_id": [3, 4]}, [0, 3, 4], []),
+        ({"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}, 0, ["temperature", "top_p"]),
+        ({"do_sample": True, "top_p": 0.8, "length_penalty": 2.0}, 0, ["length_penalty"]),
+        ({"num_beams": 3, "length_penalty": 2.0, "eos_token_id": [7, 0]}, [0, 7], []),
+        ({"eos_token_id": 5}, [0, 5], []),
+        ({"eos_token_id": None}, 0, []),
+    ],
 )
-def test_a_generation_configuration_that_transformers_would_not_save_is_no_obstacle(
-    published, is_kept, tiny_model_folder, tmp_path
+def test_a_generation_configuration_keeps_all_that_transformers_would_save(
+    published, stops, dropped, tiny_model_folder, tmp_path, capfd
 ):
+    """With the tokenizer's EOS first among the tokens that stop."""
     folder = tmp_path / "model"
     shutil.copytree(tiny_model_folder("llama"), folder)
     file = folder / "generation_config.json"
@@ -173,9 +184,31 @@ def test_a_generation_configuration_that_transformers_would_not_save_is_no_obsta
     before = model.generation_config
     save_export(tmp_path / "export", model, tokenizer)
     assert model.generation_config is before
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "export").generation_config.to_dict()
-    assert saved["temperature"] == (0.6 if is_kept else None)
-    assert (saved["eos_token_id"], saved["pad_token_id"]) == (0, 0)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "export").generation_config
+    saved.do_sample = bool(saved.do_sample)
+    saved.save_pretrained(tmp_path)  # changed, it can still be saved
+    kept = {name: value for name, value in published.items() if name not in dropped}
+    kept |= {"eos_token_id": stops, "pad_token_id": 0} | dict.fromkeys(dropped)
+    assert {name: getattr(saved, name) for name in kept} == kept
+    said = capfd.readouterr().err
+    assert (", ".join(dropped) in said) if dropped else ("without the base's" not in said)
+
+
+def test_an_evaluation_before_training_is_none_of_a_trained_model():
+    """As where an export is made of a checkpoint before the first evaluation that followed."""
+    before, after = ({"eval_perplexity": 9.5, "eval_step": step} for step in (0, 4))
+    assert facts_at(0, before) == before and facts_at(6, after) == after
+    assert facts_at(6, before | {"objective/score": 1.0}) == {"objective/score": 1.0}
+    assert facts_at(6, {"eval_perplexity": 9.5}) == {"eval_perplexity": 9.5}, "of an earlier version"
+    flags = PPOArguments(template="plain")
+    held_out = {"metrics": {"eval/score": 2.0}, "step": 0}
+    assert "eval" not in build_metadata(flags, 6, {}, held_out)
+    metadata = build_metadata(flags, 6, {"objective/kl": 0.5}, held_out | {"step": 3})
+    assert metadata == {
+        "step": "ppo", "template": "plain", "last_step": {"objective/kl": 0.5}, "eval": {"eval/score": 2.0},
+        "eval_step": 3,
+    }  # fmt: skip
+    assert "eval" not in build_metadata(flags, 6, {}, {})
 
 
 # ---- The place of an earlier one

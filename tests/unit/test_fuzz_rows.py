@@ -11,7 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.data.adapters.base import ADAPTERS, Adapter
-from common.data.adapters.row_forms import ROW_FORMS
+from common.data.adapters.row_columns import COLUMN_NAMES
+from common.data.adapters.row_forms import FORM_COLUMNS, ROW_FORMS
+from common.data.adapters.row_parts import MEDIA
 from common.data.chat_template import build_template
 from common.data.data_options import DataOptions, check_sources
 from common.data.example import BadRow
@@ -19,8 +21,9 @@ from common.data.raw_rows import RawRows
 from common.data.stage_datasets import build_data
 
 NUM_CASES = 700  # of each of three: 2,100
-COLUMNS = sorted({column for form in ROW_FORMS for column in form.columns} | {"input", "margin", "other"})
-ROLES = ["system", "user", "assistant", "tool", "", None, 3]
+OTHER_NAMES = {name for names in COLUMN_NAMES.values() for name in names}
+COLUMNS = sorted(FORM_COLUMNS | OTHER_NAMES | {*MEDIA, "labels", "other"})
+ROLES = ["system", "user", "assistant", "tool", "function_call", "", None, 3]
 
 # Text that breaks readers: halves of surrogate pairs, NUL, marks of order, joined emoji, very long.
 odd_text = st.sampled_from(
@@ -39,13 +42,21 @@ anything = st.recursive(
     max_leaves=12,
 )
 message = st.one_of(
-    st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content": st.one_of(text, anything)}), anything
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(ROLES), "content": st.one_of(text, anything)},
+        optional={name: st.one_of(scalar, anything) for name in ("weight", "tool_calls", "name", "thinking")},
+    ),
+    anything,
 )
 value = st.one_of(text, st.lists(text, max_size=3), st.lists(message, max_size=4), anything)
 more_columns = {"margin": st.one_of(number, text), "input": value, "other": value}
 more_columns |= {name: st.one_of(number, text) for name in ("parent_id", "rank", "helpfulness", "deleted")}
+more_columns |= {name: value for name in ("system", "history", "tools", "weight", "label", "score_chosen")}
 row_of_a_form = st.sampled_from(ROW_FORMS).flatmap(
-    lambda form: st.fixed_dictionaries({column: value for column in form.columns}, optional=more_columns)
+    lambda form: st.fixed_dictionaries(
+        {column: value for column in form.columns},
+        optional={name: kind for name, kind in more_columns.items() if name not in form.columns},
+    )
 )
 # Right in all but one column: what is read after the others is reached too.
 one_odd_column = st.tuples(

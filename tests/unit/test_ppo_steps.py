@@ -44,7 +44,8 @@ def linear_losses(process_group):
             model.weight.copy_(torch.tensor(START))
         args = SFTArguments(learning_rate=0.1, lr_scheduler_type="constant")
         engine = build_engine(model, build_config(gradient_clipping=0.0), args, 10)
-        batches = [PackedBatch.build([0], {"loss_counts": [torch.ones(1)]})]
+        columns = {"loss_counts": [torch.ones(1)], "loss_mask": [torch.ones(1).bool()]}
+        batches = [PackedBatch.build([0], columns)]
         roles = SimpleNamespace(actor=SimpleNamespace(model=engine), critic=None)
         args = PPOArguments(unsupervised_dataset_name="x", unsup_coef=0.5, **flags)
         args = fill_defaults(args, ALGORITHMS["ppo"])
@@ -75,6 +76,17 @@ def test_a_step_on_text_is_its_own_behind_that_of_the_policy(linear_losses, monk
     joint, engine, batches = linear_losses(unsup_step="joint")
     assert joint.update(batches)["policy/unsup_loss"] == pytest.approx(1.75**2)  # 3 * 0.5 + 0.25
     assert not torch.allclose(engine.module.weight, weight, atol=1e-2), "one step of the sum"
+
+
+def test_a_minibatch_without_tokens_makes_no_step(linear_losses):
+    """Though a divisor that is constant counts its responses."""
+    losses, engine, batches = linear_losses(unsup_step="own", loss_aggregation="constant")
+    losses.update(batches)
+    moved, num_steps = engine.module.weight.tolist(), engine.global_steps
+    empty = [batch.with_key("loss_mask", torch.zeros(1).bool(), like="loss_mask") for batch in batches]
+    assert losses.update(empty) == {}
+    assert (engine.module.weight.tolist(), engine.global_steps) == (moved, num_steps)
+    assert losses.update([*batches, *empty])["policy/num_tokens"] == 1.0
 
 
 def test_a_minibatch_beyond_the_kl_makes_no_step_and_the_next_one_does(linear_losses):

@@ -195,7 +195,7 @@ def test_the_first_form_whose_columns_are_there_is_the_rows():
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"a": 1, "b": None}, "columns 'a' fit none of prompt/chosen/rejected"),
+        ({"a": 1, "b": None}, "the row has `a`: no column that a form begins with; --columns names others"),
         (ROW | {"chosen": 3}, "'chosen' is of type int, not text"),
         (ROW | {"margin": "much"}, "'margin' is 'much', not a number"),
         # turns
@@ -207,7 +207,7 @@ def test_the_first_form_whose_columns_are_there_is_the_rows():
         # several answers
         ({"prompt": "hi", "responses": ["a", "b"], "scores": [1]}, "'scores' has 1 numbers for 2 responses"),
         ({"prompt": "hi", "answers": [{"rank": 1}]}, r"answers\[0\] has none of answer, response, text"),
-        ({"prompt": "hi", "answers": MIXED}, r"answers\[1\] has 'score', unlike"),
+        ({"prompt": "hi", "answers": MIXED}, "'answers' has objects with a rank and others with a score"),
     ],
 )
 def test_a_row_of_bad_form_says_why(row, reason):

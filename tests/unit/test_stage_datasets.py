@@ -230,7 +230,7 @@ def test_bad_rows_are_counted_and_named(tmp_path, write_rows, build):
     places = sorted(row.split(": ")[0] for row in report.bad_rows)
     assert places == [f"{path}:{line}" for line in (4, 5, 6)]
     told = "\n".join(report.bad_rows)
-    assert "fit none of" in told and "surrogate" in told
+    assert "the row has `question`, but no `response`" in told and "surrogate" in told
     # The same rows under a stricter limit stop the run, though their tokens are in the cache.
     with pytest.raises(ValueError, match=r"(?s)--max_bad_rows 2 .*rows.jsonl:4: the line is not JSON"):
         build(path, 1, max_bad_rows=2)
@@ -246,22 +246,27 @@ def test_no_rows_left_names_source_and_cure(write_rows, build):
 
 def test_check_sources_tells_all_problems_at_once(tmp_path, write_rows, options):
     good = write_rows(pairs(10))
-    wrong = write_rows([{"question": "x", "answer": "y"}], "wrong.jsonl")
+    wrong = write_rows([{"frage": "x", "answer": "y"}], "wrong.jsonl")
     sft_only = write_rows(answers(2), "answers.jsonl")
     missing = str(tmp_path / "missing.jsonl")
     assert check_sources(options(good, 2)) == []
-    paths = [good, missing, wrong, sft_only]
+    paths = [good, wrong, sft_only, missing]
     problems = check_sources(replace(options(good, 2), data_path=paths, data_split="1,2"))
     expected = [
         "--data_split '1,2' must be three numbers",
-        "missing.jsonl: there is no such file",
-        "wrong.jsonl:1: columns 'question', 'answer' fit none of",
+        "wrong.jsonl:1: the row has `answer`, but no `prompt`",
         "answers.jsonl:1: there is no pair",
+        "missing.jsonl: there is no such file",
     ]
     assert len(problems) == len(expected)
     for problem, text in zip(problems, expected, strict=True):
         assert text in problem
-    assert "step 2 reads prompt/chosen/rejected" in problems[3]
+    assert ["step 2 reads prompt/chosen/rejected | " in p for p in problems] == [
+        False,
+        False,
+        True,
+        False,
+    ]
     (problem,) = check_sources(options(good, 2, data_split="1,0,1"))
     assert "--data_split 1,0,1 leaves nothing to step 2" in problem
 
@@ -297,7 +302,7 @@ def test_a_dry_run_reads_the_first_rows_and_shows_one(tiny_tokenizer, write_rows
     lines = preview_rows(options(path, 2), template)
     assert lines[0].startswith(f"{path}: its first 200 rows give 198 of step 2, ")
     assert lines[1] == "pair data: 2 rows skipped: bad form"
-    assert lines[2].startswith(f"pair data: bad row {path}:6: columns 'question' fit none of prompt/chosen")
+    assert lines[2].startswith(f"pair data: bad row {path}:6: there is no pair of a chosen")
     assert lines[-1] == (
         "rows.jsonl:1, rejected_ids: '\\n\\nHuman: question 0\\n\\nAssistant: bad 0<|endoftext|>'"
     )

@@ -85,14 +85,16 @@ def test_what_to_do_after_a_step_that_failed(code, said, monkeypatch, capsys):
 
 
 def test_flags_stand_last(tmp_path):
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy/README.md").write_text("---\nconfigs: []\n---\n")
     (tmp_path / "rows.jsonl").write_text("")
     sft, reward, ppo = launches(
         "--actor_model", "facebook/opt-13b", "--deployment_type", "single_node", "--num_gpus", "4",
-        "--data_path", "rows.jsonl", "Dahoas/rm-static",
+        "--data_path", "rows.jsonl", "Dahoas/rm-static", "copy:main",
         "--actor_zero_stage", "3", "--reward_zero_stage", "1",
         "--sft_flags", "--lora_dim 8 --eot_token '<a b>'", "--ppo_flags", "--seed 7",
     )  # fmt: skip
-    data = ["--data_path", str(tmp_path / "rows.jsonl"), "Dahoas/rm-static"]
+    data = ["--data_path", str(tmp_path / "rows.jsonl"), "Dahoas/rm-static", f"{tmp_path}/copy:main"]
     assert sft.words[1] == "training_scripts/step1_sft/opt/single_node/run_13b.sh"
     assert sft.words[2:] == [*data, "--zero_stage", "3", "--lora_dim", "8", "--eot_token", "<a b>"]
     assert reward.words[2:] == [*data, "--zero_stage", "1"]

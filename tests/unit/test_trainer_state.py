@@ -23,7 +23,7 @@ from step1_sft.arguments import SFTArguments
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.evaluation import Evaluation
 from step3_ppo.ppo_math import KLController
-from step3_ppo.trainer_state import ExponentialMovingAverage, TrainerState, ValueNormaliser
+from step3_ppo.trainer_state import ExponentialMovingAverage, OpenStep, TrainerState, ValueNormaliser
 
 
 class Biased(ValueNormaliser):
@@ -180,6 +180,20 @@ def build(stage: int, folder: str):
 
 
 @pytest.mark.usefixtures("process_group")
+def test_a_step_averages_over_the_tokens_of_its_updates_and_losses_over_updates():
+    """What is of text alone, or of a checkpoint of an earlier version, has no number of tokens."""
+    means = {"policy/num_tokens": [3.0, 1.0], "policy/ratio": [1.0, 2.0], "policy/loss": [0.5, 1.5]}
+    means |= {"policy/grad_norm": [1.0, 3.0], "value/clip_fraction": [0.0, 1.0], "policy/unsup_loss": [4.0]}
+    averages = OpenStep(1, None, {}, means).averages()
+    assert averages == {
+        "policy/ratio": 5 / 4, "policy/loss": 1.0, "policy/grad_norm": 2.0, "value/clip_fraction": 1 / 4,
+        "policy/unsup_loss": 4.0,
+    }  # fmt: skip
+    assert list(averages) == [name for name in means if name != "policy/num_tokens"], "the log's order"
+    assert OpenStep(1, None, {}, {"policy/ratio": [1.0, 2.0]}).averages() == {"policy/ratio": 1.5}
+    assert OpenStep(1, None, {}).averages() == {}
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_engine_computes_and_exports_with_the_average_and_trains_on_without_it(stage, tiny_model_folder):
     engine = build(stage, tiny_model_folder("gpt2"))

@@ -57,6 +57,8 @@ def main() -> None:
     tokenizer.chat_template = CHAT_TEMPLATE
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    for file in folder.iterdir():  # safetensors writes for the owner alone
+        file.chmod(folder.stat().st_mode & 0o666)
     print(f"saved {folder}: {model.num_parameters() / 1e6:.0f}M parameters, vocabulary {len(tokenizer)}")
 
 

@@ -3,18 +3,20 @@
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from common.data import hub_data
-from common.data.adapters import row_forms
-from common.data.adapters.row_parts import messages_from_prompt, reply_text
+from common.data.adapters import message_trees, row_forms
+from common.data.adapters.row_parts import messages_from_prompt, parse_reply
 from common.data.example import BadRow, EmptyRow, Example
 from common.data.raw_rows import RawRows, readable
 from common.ranks.failures import kind_and_line
 
 DEFAULT_SCORE_COLUMN = "helpfulness"  # HelpSteer2's
+MOST_UNREAD = 20  # columns and keys that the report names
 ADAPTERS: dict[str, type] = {}  # Adapters, and classes that PortedClass can wrap
 
 
@@ -47,7 +49,8 @@ class Adapter:
     score_column: str = DEFAULT_SCORE_COLUMN  # --score_column
     local: Path | None = None  # the file or folder to read in place of what `load` gives
     max_rows: int | None = None  # of each file, where the first ones are enough; None: all
-    hub_config: str | None = None  # of a hub data set that has several
+    hub_config: str | None = None  # of a hub data set, or a copy of one, that has several
+    own_names: Mapping[str, str] = {}  # --columns: of each column of a form, what the rows call it
 
     def __init__(self, source: str = "") -> None:
         """Keep the name by which the data set was asked for."""
@@ -67,6 +70,10 @@ class Adapter:
         """
         return rows
 
+    def unread(self, stage: int) -> list[str]:
+        """Lines for the data report of what of the rows that `to_examples` got nobody reads in a step."""
+        return []
+
     def code_digest(self) -> str:
         """Changes when this adapter is edited, so that no token cache outlives the code that filled it."""
         return digest_code(type(self))
@@ -82,8 +89,8 @@ class Adapter:
         return [
             Example(
                 prompt=messages_from_prompt(prompt),
-                chosen=None if chosen is None else reply_text("the chosen answer", chosen),
-                rejected=None if rejected is None else reply_text("the rejected answer", rejected),
+                chosen=None if chosen is None else parse_reply("the chosen answer", chosen),
+                rejected=None if rejected is None else parse_reply("the rejected answer", rejected),
                 absence=EmptyRow(f"the row has no {absent}") if absent else None,
             )
         ]
@@ -136,26 +143,39 @@ def register_dataset(*names: str) -> Callable[[type], type]:
 class AnyForm(Adapter):
     """Rows of the usual forms, which the first row decides where rows join."""
 
+    def __init__(self, source: str = "") -> None:
+        super().__init__(source)
+        self._unread: Counter[str] = Counter()
+
     def arrange(self, rows: RawRows) -> RawRows:
         """See Adapter; messages of a tree become one row, and so do scored responses to one prompt."""
         _, first = next(readable(rows), (0, {}))
-        if first.keys() >= set(row_forms.MESSAGE_COLUMNS):
-            return row_forms.group_trees(rows)
-        if not first.keys() >= {"prompt", "response"} or "rejected" in first:
+        if first.keys() >= set(message_trees.MESSAGE_COLUMNS):
+            return message_trees.group_trees(rows, self._unread)
+        if not first.keys() >= {*self.own_names.values()}:  # it is bad, and named when it is read
+            return rows
+        row = row_forms.Row(first, self.own_names)
+        if not ("prompt" in row and "response" in row) or "rejected" in row:
             return rows
         if self.score_column in first:
-            return row_forms.group_scored(rows, self.score_column)
+            return row_forms.group_scored(rows, self.score_column, self.own_names, self._unread)
         if self.score_column != DEFAULT_SCORE_COLUMN:
             note = f"no column {self.score_column!r} (--score_column): read as prompt/response without scores"
             self.notes = tuple(dict.fromkeys((*self.notes, note)))
         return rows
 
     def to_examples(self, row: dict[str, Any]) -> list[Example]:
-        if row_forms.TREE in row:
-            return row_forms.tree_examples(row)
+        if message_trees.TREE in row:
+            return message_trees.tree_examples(row)
         if row_forms.SCORED in row:
-            return row_forms.scored_responses(row, self.score_column)
-        return row_forms.read_row(row)
+            return row_forms.scored_responses(row, self.score_column, self.own_names)
+        return row_forms.read_row(row, self.own_names, self._unread)
+
+    def unread(self, stage: int) -> list[str]:
+        """See Adapter; step 3 hands columns to rewards."""
+        counts = {what: n for what, n in self._unread.items() if stage != 3 or not what.startswith("column")}
+        lines = [f"{what} is not read: {n:,} rows" for what, n in sorted(counts.items())[:MOST_UNREAD]]
+        return lines + [f"{len(counts) - MOST_UNREAD} more are not read"] * (len(counts) > MOST_UNREAD)
 
 
 def parameters_of(kind: type) -> set[str]:

@@ -14,8 +14,8 @@ from common.data.adapters.row_parts import (
     kind_of,
     member,
     messages_from_prompt,
+    parse_reply,
     rank_by_score,
-    reply_text,
     split_marked,
 )
 from common.data.example import BadRow, EmptyRow, Example
@@ -80,7 +80,7 @@ class WebGPTComparisons(Adapter):
         question = row["question"]
         if isinstance(question, dict):
             question = member("question", question, "full_text")
-        texts = [reply_text(name, row[name]) for name in ("answer_0", "answer_1")]
+        texts = [parse_reply(name, row[name]) for name in ("answer_0", "answer_1")]
         answers = [filled_text("the answer less its citations", _CITATION.sub("", text)) for text in texts]
         scores = [finite_number(name, row[name]) for name in ("score_0", "score_1")]
         return rank_by_score(messages_from_prompt(question), answers, scores, with_margin=False)
@@ -97,7 +97,7 @@ class StanfordHumanPreferences(Adapter):
         self.check_columns(row)
         if row["labels"] not in (0, 1, "0", "1"):
             raise BadRow(f"'labels' is {row['labels']!r}, not 0 or 1")
-        answers = [reply_text(name, row[name]) for name in ("human_ref_A", "human_ref_B")]
+        answers = [parse_reply(name, row[name]) for name in ("human_ref_A", "human_ref_B")]
         scores = [int(row["labels"]), 0.5]
         return rank_by_score(messages_from_prompt(row["history"]), answers, scores, with_margin=False)
 

@@ -1,96 +1,112 @@
 """The usual forms of a row, told apart by their columns; scored responses to one prompt become one row, and
 so do the messages of a tree: no part of a conversation is trained on while another is held out.
 
-Several ranked answers become pairs: each with every one below it (InstructGPT).
+A row is read by the names of the forms, whatever public data sets call its columns. Several ranked answers
+become pairs: each with every one below it (InstructGPT).
 """
 
+import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
+from common.data.adapters.message_trees import TREE, tree_examples
+from common.data.adapters.row_columns import BEFORE_THE_REPLY, COLUMN_NAMES, NEVER_LEFT_OUT, Row, listed
 from common.data.adapters.row_parts import (
-    SPEAKERS,
+    ANSWER_NAMES,
+    SCORE_NAMES,
+    TRUTHS,
+    expect,
     filled_list,
     filled_text,
     finite_number,
-    kind_of,
     messages_from_prompt,
+    parse_functions,
+    parse_replies,
+    parse_reply,
     parse_turns,
+    quoted,
     rank_by_score,
-    reply_text,
-    reply_texts,
+    reply_of,
     split_marked,
     split_transcripts,
+    spoken,
+    truth_of,
+    without_nulls,
 )
-from common.data.example import BadRow, EmptyRow, Example, Message, Turn
+from common.data.example import BadRow, EmptyRow, Example, Message
 from common.data.raw_rows import RawRows, canonical, group_rows, readable
 
-TREE = "(messages of a tree)"  # the column of a row that the messages of one tree were put together in
-MESSAGE_COLUMNS = ("message_id", "parent_id", "text", "role")
-_MESSAGE_KEPT = (*MESSAGE_COLUMNS, "rank", "deleted", "review_result", "lang")
 SCORED = "(scored responses)"  # the column of a row that answers of one prompt were put together in
 
 _SIDES = ("chosen", "rejected")
-_ANSWER_NAMES = ("answer", "response", "text", "content")
-_SCORE_NAMES = ("rank", "score", "overall_score")
 # HelpSteer2 writes earlier turns into its prompt, each behind such a mark.
 _HELPSTEER_TURN = re.compile(r"<extra_id_1>(User|Assistant)\n")
-# What a label may be, in lower case, and whether it is a thumb up.
-_THUMBS = dict.fromkeys(("true", "1", "1.0", "up", "thumbs_up", "👍"), True)
-_THUMBS |= dict.fromkeys(("false", "0", "0.0", "-1", "-1.0", "down", "thumbs_down", "👎"), False)
-Row = Mapping[str, Any]
+# What a label may be besides true and false.
+_GOOD = ("yes", "y", "good", "up", "upvote", "like", "thumbs_up", "positive", "desirable", "correct", "👍")
+_BAD = ("no", "n", "bad", "down", "downvote", "dislike", "thumbs_down", "negative", "undesirable")
+_LABELS = TRUTHS | dict.fromkeys(_GOOD, True) | dict.fromkeys((*_BAD, "incorrect", "-1", "👎"), False)
 
 # ---- pairs
 
 
 def _pair(row: Row) -> list[Example]:
-    """`chosen` and `rejected` are replies to `prompt`, or bring the turns before them along, as two lists of
-    messages or, without a `prompt`, two dialogues. Lists must hold the `prompt`, where there is one.
+    """`chosen` and `rejected` are replies to the prompt, or bring the turns before them along, as two lists
+    of messages or, without a prompt, two dialogues. Lists must hold the prompt, where there is one. A pair is
+    a tie where the scores that UltraFeedback's pairs bring along prefer neither answer.
     """
     answers = [row[name] for name in _SIDES]
-    prompt = () if row.get("prompt") is None else messages_from_prompt(row["prompt"])
+    prompt = next((row.asked(name) for name in ("prompt", "messages") if name in row), ())
     if all(isinstance(answer, list | tuple) for answer in answers):
-        turns, others = (parse_turns(*side)[:-1] for side in zip(_SIDES, answers, strict=True))
+        turns, others = (parse_turns(row.own(name), row[name])[:-1] for name in _SIDES)
         if turns != others:
             raise BadRow("chosen and rejected do not share the turns before their last one")
-        told, said = ([(m.role, m.content.strip()) for m in messages] for messages in (prompt, turns))
-        if turns and not any(said[i : i + len(told)] == told for i in range(len(said))):
+        asked = spoken(prompt)
+        whole = spoken(turns)
+        if turns and not any(whole[i : i + len(asked)] == asked for i in range(len(whole))):
             raise BadRow("the turns before the reply in chosen do not hold 'prompt'")
         prompt = turns or prompt
+        answers = [answer[-1:] for answer in answers]
         if not prompt:
             raise BadRow("there is no turn before the reply in chosen, and no 'prompt'")
     elif not prompt:
+        if not all(isinstance(answer, str) and "Assistant:" in answer for answer in answers):
+            raise BadRow(f"the row has {listed(map(row.own, _SIDES))}, but no `prompt` that they answer")
         texts = (filled_text(*side) for side in zip(_SIDES, answers, strict=True))
         shared, *answers = split_transcripts(*texts)
         prompt = messages_from_prompt(shared)
-    return _pair_after(prompt, row, *answers)
-
-
-def _conversation_pair(row: Row) -> list[Example]:
-    """`chosen` and `rejected` are texts, or turns that follow the conversation, each alone or in a list."""
-    prompt = parse_turns("conversations", row["conversations"])
-    turns = (row[name] if isinstance(row[name], str | list | tuple) else [row[name]] for name in _SIDES)
-    return _pair_after(prompt, row, *turns)
-
-
-def _pair_after(prompt: tuple[Message, ...], row: Row, chosen: Any, rejected: Any) -> list[Example]:
-    """A pair; it is a tie where the scores that UltraFeedback's pairs bring along prefer neither answer."""
-    scores = [row.get(name) for name in ("score_chosen", "score_rejected")]
-    pair = Example(
-        prompt=prompt,
-        chosen=reply_text("chosen", chosen),
-        rejected=reply_text("rejected", rejected),
-        margin=finite_number("margin", row.get("margin") or 0.0),
-        is_tie=None not in scores and scores[0] == scores[1],
+    prompt = row.with_context(prompt)
+    chosen, rejected = (
+        parse_reply(row.own(name), answer, prompt) for name, answer in zip(_SIDES, answers, strict=True)
     )
+    pair = Example(prompt, chosen, rejected, margin=_margin(row), is_tie=_is_tie(row))
     return [pair]
 
 
+def _margin(row: Row) -> float:
+    margin = finite_number("margin", row["margin"]) if "margin" in row else 0.0
+    if margin < 0:
+        raise BadRow(f"'margin' is {margin:g}: the rejected answer would be the better one; exchange the two")
+    return margin
+
+
+def _is_tie(row: Row) -> bool:
+    names = ("score_chosen", "score_rejected")
+    scores = [finite_number(name, row[name]) for name in names if name in row]
+    if len(scores) == 2 and scores[0] < scores[1]:
+        raise BadRow(
+            f"'score_chosen' {scores[0]:g} is below 'score_rejected' {scores[1]:g}; exchange the two"
+        )
+    return len(scores) == 2 and scores[0] == scores[1]
+
+
 def _answer_lists(row: Row) -> list[Example]:
-    prompt = messages_from_prompt(row["prompt"])
-    chosen, rejected = (reply_texts(name, row[name]) for name in ("pos_answers", "neg_answers"))
+    prompt = row.prompt()
+    chosen, rejected = (parse_replies(name, row[name], prompt) for name in ("pos_answers", "neg_answers"))
     return [Example(prompt=prompt, chosen=a, rejected=b) for a, b in product(chosen, rejected)]
 
 
@@ -98,250 +114,200 @@ def _answer_lists(row: Row) -> list[Example]:
 
 
 def _best_first(row: Row) -> list[Example]:
-    answers = reply_texts("ranked_answers", row["ranked_answers"])
-    scores = [-float(i) for i in range(len(answers))]
-    return rank_by_score(messages_from_prompt(row["prompt"]), answers, scores, with_margin=False)
+    prompt = row.prompt()
+    answers = parse_replies("ranked_answers", row["ranked_answers"], prompt)
+    return rank_by_score(prompt, answers, [-float(i) for i in range(len(answers))], with_margin=False)
 
 
 def _numbered_responses(column: str, row: Row) -> list[Example]:
     """prompt, responses, and `scores` (the higher the better) or `ranks` (the lower the better)."""
-    prompt = messages_from_prompt(row["prompt"])
-    answers = reply_texts("responses", row["responses"])
+    prompt = row.prompt()
+    answers = parse_replies("responses", row["responses"], prompt)
     values = filled_list(column, row[column])
     if len(values) != len(answers):
         raise BadRow(f"{column!r} has {len(values)} numbers for {len(answers)} responses")
-    numbers = [finite_number(f"{column}[{i}]", value) for i, value in enumerate(values)]
-    if column == "ranks":
-        return rank_by_score(prompt, answers, [-number for number in numbers], with_margin=False)
-    return rank_by_score(prompt, answers, numbers)
+    sign = -1 if column == "ranks" else 1
+    numbers = [sign * finite_number(f"{column}[{i}]", value) for i, value in enumerate(values)]
+    return rank_by_score(prompt, answers, numbers, with_margin=column == "scores")
 
 
 def _has_ranked_objects(row: Row) -> bool:
     """Whether `answers` holds objects with a rank or a score; else it is what a reward compares with."""
-    answers = row["answers"]
-    if not isinstance(answers, list | tuple) or not answers:
-        return False
-    return all(isinstance(item, Mapping) and ("rank" in item or "score" in item) for item in answers)
+    if row.own("answers") == "completions":
+        return True
+    answers = without_nulls(row["answers"])
+    is_list = isinstance(answers, list) and answers
+    return bool(is_list) and all(isinstance(i, Mapping) and ("rank" in i or "score" in i) for i in answers)
 
 
-def _ranked_objects(prompt_column: str, column: str, row: Row) -> list[Example]:
+def _ranked_objects(row: Row) -> list[Example]:
     """Objects of a text and a rank (lower is better) or a score, as Nectar's and UltraFeedback's."""
-    if prompt_column == "prompt":
-        prompt = messages_from_prompt(row["prompt"])
-    else:
-        prompt = (Message("user", filled_text(prompt_column, row[prompt_column])),)
-    answers, scores, names = [], [], []
-    for i, item in enumerate(filled_list(column, row[column])):
-        text_name = _first_of(f"{column}[{i}]", item, _ANSWER_NAMES)
-        score_name = _first_of(f"{column}[{i}]", item, _SCORE_NAMES)
-        answers.append(reply_text(f"{column}[{i}].{text_name}", item[text_name]))
-        number = finite_number(f"{column}[{i}].{score_name}", item[score_name])
-        names.append(score_name)
-        if (score_name == "rank") != (names[0] == "rank"):
-            raise BadRow(f"{column}[{i}] has {score_name!r}, unlike the answers before it")
-        scores.append(-number if score_name == "rank" else number)
-    return rank_by_score(prompt, answers, scores, with_margin="rank" not in names)
+    prompt = row.prompt()
+    column = row.own("answers")
+    answers, scores = [], []
+    kinds = set()
+    for i, item in enumerate(filled_list(column, row["answers"])):
+        name = _first_of(f"{column}[{i}]", item, ANSWER_NAMES)
+        kind = _first_of(f"{column}[{i}]", item, SCORE_NAMES)
+        answers.append(parse_reply(f"{column}[{i}].{name}", item[name], prompt))
+        sign = -1 if kind == "rank" else 1
+        scores.append(sign * finite_number(f"{column}[{i}].{kind}", item[kind]))
+        kinds.add(sign)
+    if len(kinds) > 1:
+        raise BadRow(f"{column!r} has objects with a rank and others with a score; give all of them one kind")
+    return rank_by_score(prompt, answers, scores, with_margin=kinds == {1})
 
 
 def _first_of(where: str, item: Any, names: Sequence[str]) -> str:
-    """The first of `names` that an object has."""
-    if not isinstance(item, Mapping):
-        raise BadRow(f"{where} is {kind_of(item)}, not an object")
-    found = next((name for name in names if name in item), None)
-    if found is None:
-        raise BadRow(f"{where} has none of {', '.join(names)}")
-    return found
+    """The first of `names` under which an object has something."""
+    for name in names:
+        if expect(where, item, Mapping, "an object").get(name) is not None:
+            return name
+    raise BadRow(f"{where} has none of {', '.join(names)}")
 
 
-def _two_responses(context: str, first: str, second: str, preference: str, row: Row) -> list[Example]:
-    """HelpSteer's preferences, by the columns: below 0 the first response is better, 0 is a tie."""
-    prompt = _helpsteer_prompt(row[context], context)
-    number = finite_number(preference, row[preference])
-    return rank_by_score(prompt, [reply_text(name, row[name]) for name in (first, second)], [0.0, number])
+def _two_responses(row: Row) -> list[Example]:
+    """HelpSteer's preferences: below 0 the first response is better, 0 is a tie."""
+    prompt = _helpsteer_prompt(row)
+    number = finite_number(row.own("preference_strength"), row["preference_strength"])
+    answers = [row.reply(name, prompt) for name in ("response_1", "response_2")]
+    return rank_by_score(prompt, answers, [0.0, number])
 
 
-def group_scored(rows: RawRows, score_column: str) -> RawRows:
-    """One row for each prompt of prompt/response rows, with all its responses and their `score_column`."""
-    columns = ("prompt", "response", score_column)
+def group_scored(
+    rows: RawRows, score_column: str, own_names: Mapping[str, str], unread: Counter[str]
+) -> RawRows:
+    """One row for each prompt of prompt/response rows, with all its responses and their `score_column`.
+
+    Columns that are left behind are counted in `unread`.
+    """
+    keys = {}
+    kept = {"id", score_column}
+    for index, raw in readable(rows):
+        if not raw.keys() >= {*own_names.values()}:  # it is bad, and named when it is read
+            continue
+        row = Row(raw, own_names)
+        names = {row.own(name) for name in (*BEFORE_THE_REPLY, "response")} | kept
+        unread.update(
+            f"joined column {quoted(name)}" for name in row if name not in names | {*NEVER_LEFT_OUT}
+        )
+        if "prompt" in row:
+            before = [row[name] for name in BEFORE_THE_REPLY if name in row]
+            keys[index] = canonical(before)
 
     def build(group: list[dict[str, Any]]) -> dict[str, Any]:
-        return {SCORED: [{name: row[name] for name in columns if name in row} for row in group]}
+        return {SCORED: [_kept_of(row, own_names, score_column) for row in group]}
 
-    keys = {index: canonical(row["prompt"]) for index, row in readable(rows) if "prompt" in row}
     return group_rows(rows, keys, build)
 
 
-def scored_responses(row: Row, score_column: str) -> list[Example]:
+def _kept_of(raw: Mapping[str, Any], own_names: Mapping[str, str], score_column: str) -> dict[str, Any]:
+    row = Row(raw, own_names)
+    names = {row.own(name) for name in (*BEFORE_THE_REPLY, "response")}
+    return {name: row[name] for name in row if name in {*names, *NEVER_LEFT_OUT, score_column}}
+
+
+def scored_responses(
+    scored: Mapping[str, Any], score_column: str, own_names: Mapping[str, str]
+) -> list[Example]:
     """A row that `group_scored` made; HelpSteer2's are of this kind."""
-    group = row[SCORED]
-    for scored in group:
-        missing = [name for name in ("prompt", "response", score_column) if name not in scored]
+    rows = [Row(row, own_names) for row in scored[SCORED]]
+    for row in rows:
+        missing = [name for name in ("prompt", "response", score_column) if name not in row]
         if missing:
             cure = "; --score_column names another" if score_column in missing else ""
             raise BadRow(f"no column {', '.join(map(repr, missing))}{cure}")
-    answers = [reply_text("response", scored["response"]) for scored in group]
-    scores = [finite_number(score_column, scored[score_column]) for scored in group]
-    return rank_by_score(_helpsteer_prompt(group[0]["prompt"], "prompt"), answers, scores)
+    prompt = _helpsteer_prompt(rows[0])
+    answers = [row.reply("response", prompt) for row in rows]
+    scores = [finite_number(score_column, row[score_column]) for row in rows]
+    return _finish(rows[0], rank_by_score(prompt, answers, scores))
 
 
-def _helpsteer_prompt(prompt: Any, column: str) -> tuple[Message, ...]:
+def _helpsteer_prompt(row: Row) -> tuple[Message, ...]:
+    prompt = row["prompt"]
     if isinstance(prompt, str) and _HELPSTEER_TURN.search(prompt):
-        return split_marked(prompt, _HELPSTEER_TURN, opening_role="user")
-    return messages_from_prompt(prompt, column)
-
-
-# ---- message trees as OpenAssistant's: every message names its parent, and siblings are ranked by people
-
-
-def group_trees(rows: RawRows) -> RawRows:
-    """One row {TREE: [messages]} for each tree; a message that leads to no first one, alone."""
-    parents: dict[Any, Any] = {}
-    names: dict[int, Any] = {}
-    for index, row in readable(rows):
-        name, parent = row.get("message_id"), _parent_of(row)
-        if isinstance(name, str | int) and (parent is None or isinstance(parent, str | int)):
-            names[index] = name
-            parents[name] = parent
-    roots = _roots(parents)
-    keys = {index: roots[name] for index, name in names.items()}
-
-    def build(tree: list[dict[str, Any]]) -> dict[str, Any]:
-        return {TREE: [{name: m[name] for name in _MESSAGE_KEPT if name in m} for m in tree]}
-
-    return group_rows(rows, keys, build)
-
-
-def _roots(parents: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The topmost ancestor that is there, of every message; for a ring of messages, one of them."""
-    roots: dict[Any, Any] = {}
-    for name in parents:
-        path: dict[Any, None] = {}  # in order, and quick to look into
-        here = name
-        while here not in roots and here not in path:
-            path[here] = None
-            if parents[here] not in parents:  # null, or not in the data
-                break
-            here = parents[here]
-        roots.update(dict.fromkeys(path, roots.get(here, here)))
-    return roots
-
-
-def _parent_of(message: Mapping[str, Any]) -> Any:
-    """The id of the message before; None for the first one. CSV has no null but an empty text."""
-    parent = message.get("parent_id")
-    return None if parent == "" else parent
-
-
-def tree_examples(row: Mapping[str, Any]) -> list[Example]:
-    """Every turn of the prompter with the replies to it: the best one to learn, and all pairs of ranked ones.
-
-    Deleted messages and those that reviewers refused are left out with all below them. A turn that nobody
-    answered is a prompt. Raises BadRow: the messages are no tree of turns by turns.
-    """
-    replies = _replies_by_parent(row[TREE])
-    examples: list[Example] = []
-    waiting = [(root, ()) for root in reversed(replies.get(None, []))]
-    while waiting:
-        turn, context = waiting.pop()
-        prompt = (*context, _message(turn, "prompter"))
-        answers = replies.get(turn["message_id"], [])
-        texts = [_message(answer, "assistant").content for answer in answers]
-        examples += _answered(prompt, texts, [answer.get("rank") for answer in answers])
-        for answer, text in zip(reversed(answers), reversed(texts), strict=True):
-            following = (*prompt, Turn("assistant", text))
-            waiting += [(below, following) for below in reversed(replies.get(answer["message_id"], []))]
-    if not examples:
-        raise EmptyRow("all messages of the tree were deleted or refused")
-    return examples
-
-
-def _answered(prompt: tuple[Message, ...], texts: Sequence[str], ranks: Sequence[Any]) -> Iterator[Example]:
-    ranked = [
-        (text, -finite_number("rank", rank))
-        for text, rank in zip(texts, ranks, strict=True)
-        if rank not in (None, "")
-    ]
-    if not texts:
-        yield Example(prompt=prompt, absence=EmptyRow("nobody answered the turn"))
-    elif len(ranked) > 1:
-        yield from rank_by_score(prompt, *zip(*ranked, strict=True), with_margin=False)
-    else:
-        for text in [text for text, _ in ranked] or texts:
-            yield Example(prompt=prompt, chosen=text, absence=EmptyRow("no two replies to it are ranked"))
-
-
-def _replies_by_parent(messages: Sequence[Mapping[str, Any]]) -> dict[Any, list[Mapping[str, Any]]]:
-    """Messages that were kept, by the id of their parent; None for the first one."""
-    names: set[Any] = set()
-    for message in messages:
-        missing = [column for column in MESSAGE_COLUMNS if column not in message]
-        if missing:
-            raise BadRow(f"no column {', '.join(map(repr, missing))} in a message of the tree")
-        if not isinstance(message["message_id"], str | int):
-            raise BadRow(f"'message_id' is {kind_of(message['message_id'])}, not text")
-        if message["message_id"] in names:
-            raise BadRow(f"message {message['message_id']!r} stands there twice")
-        names.add(message["message_id"])
-    by_parent: dict[Any, list[Mapping[str, Any]]] = {}
-    for message in messages:
-        parent = _parent_of(message)
-        if parent is not None and (not isinstance(parent, str | int) or parent not in names):
-            raise BadRow(f"message {message['message_id']!r}: its parent {parent!r} is not in the data")
-        # Neither deleted nor refused. CSV has words for true and false.
-        is_deleted, was_accepted = (str(message.get(name)).lower() for name in ("deleted", "review_result"))
-        if is_deleted != "true" and was_accepted != "false":
-            by_parent.setdefault(parent, []).append(message)
-    if all(_parent_of(message) is not None for message in messages):
-        raise BadRow(f"message {messages[0]['message_id']!r}: its parents lead to no first message")
-    return by_parent
-
-
-def _message(message: Mapping[str, Any], role: str) -> Message:
-    """The turn of a message, whose role must be `role`: turns alternate in a tree."""
-    name = message["message_id"]
-    if message["role"] != role:
-        raise BadRow(f"message {name!r} has role {message['role']!r}; prompter and assistant take turns")
-    return Turn(SPEAKERS[role], filled_text(f"text of message {name}", message["text"]))
+        return row.with_context(split_marked(prompt, _HELPSTEER_TURN, opening_role="user"))
+    return row.prompt()
 
 
 # ---- one answer, or none
 
 
-def _prompt_and(answer: str, row: Row) -> list[Example]:
-    return [Example(prompt=messages_from_prompt(row["prompt"]), chosen=reply_text(answer, row[answer]))]
+def _reply_to(column: str, row: Row) -> list[Example]:
+    """A prompt and its answer: text, or the turns that follow, all of which are learnt then."""
+    prompt = row.prompt()
+    value = row[column]
+    absence = None
+    if column == "chosen":
+        absence = BadRow(f"the row has {listed(row)}, but no `rejected`")
+    if not isinstance(value, list | tuple):
+        reply = row.reply(column, prompt)
+        has_history = row.is_filled("history")
+        return [Example(prompt, reply, learn_all_turns=has_history, absence=absence)]
+    turns = parse_turns(row.own(column), value)
+    if turns[-1].role != "assistant":
+        raise BadRow(f"{row.own(column)!r} ends with a turn of the {turns[-1].role}, not of the assistant")
+    if spoken(turns[: len(prompt)]) == spoken(prompt):  # the whole conversation
+        turns = turns[len(prompt) :]
+    elif turns[0].role in ("system", "user"):
+        raise BadRow(f"{row.own(column)!r} has turns before the reply that are not the prompt's")
+    prompt = tuple(turn._replace(is_learned=turn.role != "assistant") for turn in prompt)
+    examples = _learn((*prompt, *turns))
+    return [replace(example, absence=example.absence or absence) for example in examples]
 
 
-def _has_thumb(row: Row) -> bool:
-    return str(row["label"]).lower() in _THUMBS
+def _learn(messages: tuple[Message, ...]) -> list[Example]:
+    """A dialogue up to the last reply that is learnt, with the earlier ones that are."""
+    replies = [i for i, message in enumerate(messages) if message.role == "assistant"]
+    learned = [i for i in replies if messages[i].is_learned]
+    last = (learned or replies)[-1]
+    prompt = messages[:last]
+    if not prompt:
+        raise BadRow("the dialogue begins with its only turn of the assistant")
+    if not learned:
+        return [Example(prompt, absence=EmptyRow("all turns of the assistant are marked as context"))]
+    return [Example(prompt, reply_of(messages[last]), learn_all_turns=True)]
 
 
-def _rated(answer: str, row: Row) -> list[Example]:
-    prompt, text = messages_from_prompt(row["prompt"]), reply_text(answer, row[answer])
-    if _THUMBS[str(row["label"]).lower()]:
-        return [Example(prompt=prompt, chosen=text, is_rated=True)]
-    return [Example(prompt=prompt, rejected=text, is_rated=True, absence=EmptyRow("its label is false"))]
-
-
-def _instruction(row: Row) -> list[Example]:
-    question = filled_text("instruction", row["instruction"])
-    if row.get("input"):
-        question = f"{question}\n\n{filled_text('input', row['input'])}"
-    return [Example(prompt=(Message("user", question),), chosen=reply_text("output", row["output"]))]
-
-
-def _dialogue(column: str, row: Row) -> list[Example]:
+def _dialogue(row: Row) -> list[Example]:
     """All that the assistant says is learnt; what the user says after its last turn is left out, of
     `messages` the whole row serves as a prompt then.
     """
-    messages = parse_turns(column, row[column])
-    ends = [i + 1 for i, message in enumerate(messages) if message.role == "assistant"]
-    if not ends or (column == "messages" and ends[-1] < len(messages)):
-        return [Example(prompt=messages)]
-    *prompt, reply = messages[: ends[-1]]
+    messages = row.prompt("messages")
+    name = row.own("messages")
+    if all(message.role != "assistant" for message in messages):
+        return [Example(messages, absence=BadRow(f"`{name}` has no turn of the assistant"))]
+    if name == "messages" and messages[-1].role != "assistant":
+        return [Example(messages, absence=BadRow(f"`{name}` ends with a turn of the {messages[-1].role}"))]
+    return _learn(messages)
+
+
+def _rated(row: Row) -> list[Example]:
+    return _by_label(row, row.prompt(), row["response"])
+
+
+def _rated_dialogue(row: Row) -> list[Example]:
+    prompt = row.prompt("messages")[:-1]
     if not prompt:
-        raise BadRow(f"{column!r} begins with its only turn of the assistant")
-    text = filled_text(f"the last reply of {column}", reply.content)
-    return [Example(prompt=tuple(prompt), chosen=text, learn_all_turns=True)]
+        raise BadRow("`messages` has no turn before the answer that has a label")
+    return _by_label(row, prompt, row["messages"][-1:])
+
+
+def _by_label(row: Row, prompt: tuple[Message, ...], answer: Any) -> list[Example]:
+    """One answer with a label; with one that says neither good nor bad it is but a prompt, for a reward."""
+    reply = parse_reply("the answer that has a label", answer, prompt)
+    is_good = truth_of(row["label"], _LABELS)
+    if is_good is None:
+        reason = f"its {row.own('label')} {row['label']!r} says neither good nor bad"
+        return [Example(prompt, absence=BadRow(reason))]
+    if is_good:
+        return [Example(prompt, reply, is_rated=True)]
+    return [Example(prompt, rejected=reply, is_rated=True, absence=EmptyRow("its label is false"))]
+
+
+def _prompt_alone(row: Row) -> list[Example]:
+    prompt = row.prompt()
+    return [Example(prompt, absence=BadRow(f"the row has {listed(row)}, but no `response`"))]
 
 
 class RowForm(NamedTuple):
@@ -353,51 +319,83 @@ class RowForm(NamedTuple):
     fits: Callable[[Row], bool] | None = None
 
 
-_HELPSTEER3 = ("context", "response1", "response2", "overall_preference")
-_HELPSTEER2 = ("prompt", "response_1", "response_2", "preference_strength")
 # The first form whose columns are all there is the row's form.
 ROW_FORMS = (
     RowForm(("prompt", *_SIDES), _pair),
+    RowForm(("messages", *_SIDES), _pair),
     RowForm(("prompt", "pos_answers", "neg_answers"), _answer_lists),
     RowForm(("prompt", "ranked_answers"), _best_first),
     RowForm(("prompt", "responses", "scores"), partial(_numbered_responses, "scores")),
     RowForm(("prompt", "responses", "ranks"), partial(_numbered_responses, "ranks")),
-    RowForm(("prompt", "answers"), partial(_ranked_objects, "prompt", "answers"), fits=_has_ranked_objects),
-    RowForm(("instruction", "completions"), partial(_ranked_objects, "instruction", "completions")),
-    RowForm(_HELPSTEER3, partial(_two_responses, *_HELPSTEER3)),
-    RowForm(_HELPSTEER2, partial(_two_responses, *_HELPSTEER2)),
-    RowForm(("conversations", *_SIDES), _conversation_pair),
+    RowForm(("prompt", "answers"), _ranked_objects, fits=_has_ranked_objects),
+    RowForm(("prompt", "response_1", "response_2", "preference_strength"), _two_responses),
     RowForm(_SIDES, _pair),
     RowForm(
         ("message_id", "text", "role"),
-        lambda row: tree_examples({TREE: [row]}),
+        lambda row: tree_examples({TREE: [dict(row)]}),
         fits=lambda row: "parent_id" in row,
     ),
-    # Any other label is something for a reward.
-    RowForm(("prompt", "completion", "label"), partial(_rated, "completion"), fits=_has_thumb),
-    RowForm(("prompt", "response", "label"), partial(_rated, "response"), fits=_has_thumb),
-    RowForm(("prompt", "answer"), partial(_prompt_and, "answer"), (1, 3)),
-    RowForm(("prompt", "response"), partial(_prompt_and, "response"), (1, 3)),
-    RowForm(("prompt", "chosen"), partial(_prompt_and, "chosen"), (1, 3)),
-    RowForm(("instruction", "output"), _instruction, (1, 3)),
-    RowForm(("messages",), partial(_dialogue, "messages"), (1, 3)),
-    RowForm(("conversations",), partial(_dialogue, "conversations"), (1, 3)),
-    RowForm(("prompt",), lambda row: [Example(prompt=messages_from_prompt(row["prompt"]))], (3,)),
-    RowForm(("text",), lambda row: [Example(text=filled_text("text", row["text"]))], (1,)),
+    RowForm(("prompt", "response", "label"), _rated),
+    RowForm(("messages", "label"), _rated_dialogue),
+    RowForm(("prompt", "response"), partial(_reply_to, "response"), (1, 3)),
+    RowForm(("prompt", "chosen"), partial(_reply_to, "chosen"), (1, 3)),
+    RowForm(("messages",), _dialogue, (1, 3)),
+    RowForm(("prompt",), _prompt_alone, (3,)),
+    RowForm(("text",), lambda row: [Example(text=filled_text(row.own("text"), row["text"]))], (1,)),
 )
 
 
-def accepted_forms(stage: int | None = None, *, is_unpaired: bool = False) -> str:
+# What --columns may name.
+FORM_COLUMNS = {name for form in ROW_FORMS for name in form.columns} | COLUMN_NAMES.keys()
+FORM_COLUMNS |= {"history", "margin", "score_chosen", "score_rejected", "weight"}
+
+
+def accepted_forms(stage: int, *, is_unpaired: bool = False) -> str:
     """The column sets that a step can use, for a message; see `missing_for`."""
-    forms = [form.columns for form in ROW_FORMS if stage is None or stage in form.stages]
+    forms = [form.columns for form in ROW_FORMS if stage in form.stages]
     return " | ".join("/".join(f) for f in forms if stage != 2 or is_unpaired or "label" not in f)
 
 
-def read_row(row: Row) -> list[Example]:
-    """Examples of a row of any form. Raises BadRow: no form fits, or a column holds the wrong thing."""
-    present = {column for column, value in row.items() if value is not None}
+def read_row(
+    raw: Mapping[str, Any],
+    own_names: Mapping[str, str] | None = None,
+    unread: Counter[str] | None = None,
+) -> list[Example]:
+    """Examples of a row of any form; `own_names` are those of --columns; `unread` counts what is left out.
+
+    Raises BadRow: no form fits, or a column holds the wrong thing.
+    """
+    row = Row(raw, own_names)
+    parts = row.get("completions")
+    if "labels" in row and isinstance(parts, list | tuple) and not any(isinstance(p, Mapping) for p in parts):
+        raise BadRow("`completions` and `labels` rate the parts of one answer, and no step learns from these")
     for form in ROW_FORMS:
-        if present.issuperset(form.columns) and (form.fits is None or form.fits(row)):
-            return form.to_examples(row)
-    filled = ", ".join(repr(column) for column in row if column in present) or "none"
-    raise BadRow(f"columns {filled} fit none of {accepted_forms()}")
+        if all(name in row for name in form.columns) and (form.fits is None or form.fits(row)):
+            return _finish(row, form.to_examples(row), unread)
+    raise BadRow(_what_is_missing(row))
+
+
+def _finish(row: Row, examples: list[Example], unread: Counter[str] | None = None) -> list[Example]:
+    """Examples with the row's tools, and without replies where its `weight` says so."""
+    if examples[0].prompt and row.is_filled("tools"):
+        tools = json.dumps(parse_functions(row.own("tools"), row["tools"]))
+        examples = [replace(example, tools=tools) for example in examples]
+    weight = truth_of(row["weight"], TRUTHS) if "weight" in row else True
+    if not weight:
+        absence = EmptyRow("its weight is 0")
+        if weight is None:
+            absence = BadRow(f"its weight is {row['weight']!r}: a row is learnt (1) or not (0)")
+        examples = [Example(examples[0].prompt, tools=examples[0].tools, absence=absence)]
+    left_out = row.unread()
+    if unread is not None:
+        unread.update(left_out)
+    return examples
+
+
+def _what_is_missing(row: Row) -> str:
+    """What the nearest form has besides the row's columns."""
+    nearest = max(ROW_FORMS, key=lambda form: (sum(n in row for n in form.columns), -len(form.columns)))
+    there = [row.own(name) for name in nearest.columns if name in row]
+    if not there:
+        return f"the row has {listed(row)}: no column that a form begins with; --columns names others"
+    return f"the row has {listed(there)}, but no {listed(n for n in nearest.columns if n not in row)}"

@@ -1,20 +1,55 @@
-"""What columns hold: texts, dialogues written in one text, lists of turns, numbers, ranked answers."""
+"""What columns hold: texts, dialogues written in one text, lists of turns, tools, numbers, ranked answers.
 
-import math
+A null is an absent key, at any depth.
+"""
+
+import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import combinations
 from os.path import commonprefix
 from typing import Any
+
+import numpy as np
 
 from common.data.example import BadRow, EmptyRow, Example, Message, Turn
 
 # Who speaks, by the names that public data sets use.
 SPEAKERS = {
-    "system": "system",
+    **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function", "ipython"), "tool"),
 }
+# Keys of a turn, and the names that they have in public data sets.
+_TURN_NAMES = {
+    "role": ("role", "from"),
+    "content": ("content", "value"),
+    "reasoning_content": ("reasoning_content", "reasoning", "thinking", "thought"),
+    "tool_calls": ("tool_calls", "function_call"),
+    "name": ("name",),
+    "tool_call_id": ("tool_call_id",),
+}
+# Whether step 1 learns a turn of the assistant: OpenAI, Mistral and LLaMA-Factory; Axolotl; ms-swift; others.
+# Torchtune's `masked` says the reverse.
+_MARKS = ("weight", "loss_weight", "train", "training", "loss", "trainable", "learn", "loss_mask", "masked")
+_TURN_KEYS = {name for names in _TURN_NAMES.values() for name in names}
+MEDIA = ("images", "image", "audio", "audios", "video", "videos")
+# Keys of a turn that would change what is learnt, and what to do, for nothing here can use them.
+_REFUSED_KEYS = {
+    **dict.fromkeys(MEDIA, "only text is learnt"),
+    **dict.fromkeys(("mask", "train_detail", "training_detail"), "`weight` 0 makes a whole turn context"),
+    **dict.fromkeys(("tools", "functions"), "give them in a column `tools`"),
+}
+_TEXT_PARTS = ("text", "input_text", "output_text")
+TRUTHS = {"true": True, "1": True, "false": False, "0": False}
+ANSWER_NAMES = ("answer", "response", "text", "content")
+SCORE_NAMES = ("rank", "score", "overall_score")
+ANSWER_KEYS = (*ANSWER_NAMES, *SCORE_NAMES)
+LONGEST_NAME = 64  # characters of a column's name that are shown
+_NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", re.ASCII | re.IGNORECASE)
+_GREATEST = float(np.finfo(np.float32).max)
 _TURN = re.compile(r"(?:\A\s*|\n\s*)(Human|Assistant):")
 _CUE = re.compile(r"(?:\A|\s)Assistant:\s*\Z")
 _REPLY_MARK = re.compile(r"(?:\A|\n\s*)Assistant:")
@@ -69,84 +104,235 @@ def messages_from_prompt(prompt: Any, column: str = "prompt") -> tuple[Message, 
     if isinstance(prompt, list | tuple):
         return parse_turns(column, prompt)
     text = filled_text(column, prompt)
-    return parse_dialogue(text) or (Message("user", text),)
+    messages = parse_dialogue(text) or (Message("user", text),)
+    for message in messages:
+        check_filled(f"a turn of {column!r}", message)
+    return messages
+
+
+def check_filled(where: str, message: Message) -> None:
+    """Raise EmptyRow where a turn of the user or the assistant says nothing and calls nothing."""
+    speaks = bool(message.content.strip()) or '"tool_calls"' in message.extras
+    if message.role in ("user", "assistant") and not speaks:
+        raise EmptyRow(f"{where} is empty: the {message.role} says nothing")
 
 
 def parse_turns(column: str, value: Any) -> tuple[Message, ...]:
     """Messages of a list of {"role", "content"}, or of {"from", "value"} as ShareGPT's.
 
-    Raises BadRow: not such a list, or somebody unknown speaks.
+    Raises BadRow: not such a list, or somebody unknown speaks; EmptyRow: somebody says nothing.
     """
-    messages = []
-    for i, turn in enumerate(filled_list(column, value)):
-        if not isinstance(turn, Mapping):
-            raise BadRow(f"{column}[{i}] is {kind_of(turn)}, not an object with 'role' and 'content'")
-        who, text = ("role", "content") if "role" in turn else ("from", "value")
-        if who not in turn or text not in turn:
-            raise BadRow(f"{column}[{i}] has no 'role' and 'content', nor 'from' and 'value'")
-        role, content = turn[who], turn[text]
-        if not isinstance(role, str) or role.lower() not in SPEAKERS:
-            raise BadRow(f"{column}[{i}] has role {role!r}; roles are {', '.join(SPEAKERS)}")
-        if not isinstance(content, str):
-            raise BadRow(f"{column}[{i}][{text!r}] is {kind_of(content)}, not text")
-        messages.append(Turn(SPEAKERS[role.lower()], content))
-    return tuple(messages)
+    return tuple(_parse_turn(f"{column}[{i}]", turn) for i, turn in enumerate(filled_list(column, value)))
 
 
-def reply_text(column: str, value: Any) -> str:
-    """The text of a reply, given as text or as turns that end with the assistant's.
+def _parse_turn(where: str, turn: Any) -> Turn:
+    expect(where, turn, Mapping, "an object with 'role' and 'content'")
+    parts = {key: _only_value(where, turn, names) for key, names in _TURN_NAMES.items()}
+    speaker, content, calls = (parts.pop(key) for key in ("role", "content", "tool_calls"))
+    if speaker is None or not (calls or any(name in turn for name in _TURN_NAMES["content"])):
+        raise BadRow(f"{where} has no 'role' and 'content', nor 'from' and 'value'")
+    role = SPEAKERS.get(str(speaker).lower())
+    if role is None:
+        raise BadRow(f"{where} has role {speaker!r}; roles are {', '.join(SPEAKERS)}")
+    for name, cure in _REFUSED_KEYS.items():
+        if not is_blank(turn.get(name)):
+            raise BadRow(f"{where} has {name!r}, which cannot be used there; {cure}")
+    for name, text in parts.items():
+        expect(f"{where}: {name}", text or "", str, "text")
+    if speaker == "function_call":  # ShareGPT's
+        calls, content = content, None
+    if not is_blank(calls):
+        named = parse_functions(f"{where}: tool_calls", calls)
+        parts["tool_calls"] = [_parse_call(where, call) for call in named]
+    extras = {name: part for name, part in sorted(parts.items()) if not is_blank(part)}
+    message = Turn(
+        role,
+        _content_text(where, content),
+        json.dumps(extras) if extras else "",
+        role != "assistant" or _is_learned(where, turn),
+    )
+    check_filled(where, message)
+    return message
 
-    Raises BadRow: neither, or empty.
+
+def _only_value(where: str, turn: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """What stands under one of several names; None where nothing does. Raises BadRow: two differ."""
+    values = {name: turn[name] for name in names if turn.get(name) is not None}
+    first = next(iter(values.values()), None)
+    if any(value != first for value in values.values()):
+        raise BadRow(f"{where} has {' and '.join(map(repr, values))}, which differ; leave one")
+    return first
+
+
+def _content_text(where: str, content: Any) -> str:
+    """A text, or a list of parts that are texts. Raises BadRow: another kind of part."""
+    if isinstance(content, str | None):
+        return content or ""
+    texts = []
+    for part in expect(f"{where}['content']", content, list | tuple, "text"):
+        part = {"text": part} if isinstance(part, str) else part
+        kind = part.get("type") if isinstance(part, Mapping) else kind_of(part)
+        text = part.get("text") if kind in (None, *_TEXT_PARTS) else None
+        if not isinstance(text, str) or not _is_learned(where, part):
+            raise BadRow(f"{where}['content'] has a part {kind!r} that is no text to learn; turns are texts")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _is_learned(where: str, turn: Mapping[str, Any]) -> bool:
+    """What the marks of a turn say; yes without any. Raises BadRow: a mark says neither yes nor no."""
+    answers = {name: truth_of(turn[name], TRUTHS) for name in _MARKS if turn.get(name) is not None}
+    unclear = [f"[{name!r}] is {turn[name]!r}" for name, answer in answers.items() if answer is None]
+    if unclear:
+        raise BadRow(f"{where}{unclear[0]}; a turn is learnt, 1 or true, or context, 0 or false")
+    return all(answer != (name == "masked") for name, answer in answers.items())
+
+
+def parse_functions(where: str, value: Any) -> list[dict[str, Any]]:
+    """Tools, or calls of them, in OpenAI's form: each {"type": "function", "function": {"name", ...}}.
+
+    They are a list, one of them, or the JSON text of these. Raises BadRow: none of them.
     """
-    if isinstance(value, list | tuple):
-        last = parse_turns(column, value)[-1]
-        if last.role != "assistant":
-            raise BadRow(f"{column} ends with a turn of the {last.role}, not of the assistant")
-        value = last.content
-    return filled_text(column, value)
+    value = without_nulls(from_json(where, value))
+    result = []
+    for item in [value] if isinstance(value, Mapping) else filled_list(where, value):
+        item = item if isinstance(item, Mapping) and "function" in item else {"function": item}
+        if not isinstance(item["function"], Mapping) or not isinstance(item["function"].get("name"), str):
+            raise BadRow(f"{where!r} has an item without the name of a function")
+        result.append(item if "type" in item else {"type": "function"} | item)
+    return result
 
 
-def reply_texts(column: str, value: Any) -> list[str]:
+def _parse_call(where: str, call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call with its arguments as an object."""
+    given = from_json(f"{where}: arguments", call["function"].get("arguments") or {})
+    expect(f"{where}: arguments of a tool call", given, Mapping, "an object")
+    return call | {"function": {**call["function"], "arguments": given}}
+
+
+def from_json(where: str, value: Any) -> Any:
+    """What a JSON text holds; anything else as it is. Raises BadRow: the text is no JSON."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"{where}: the text is not JSON ({error})") from error
+
+
+def without_nulls(value: Any) -> Any:
+    """A value less all keys of objects that hold null: a table writes them for keys of other rows."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def unread_keys(value: Any) -> set[str]:
+    """Keys of a list of turns, or of answers, that nothing reads, in words for the report."""
+    unread: set[str] = set()
+    for item in value if isinstance(value, list | tuple) else [value]:
+        keys = [key for key, inner in item.items() if inner is not None] if isinstance(item, Mapping) else []
+        role = SPEAKERS.get(str(item.get("role") or item.get("from")).lower()) if keys else None
+        known = {*_TURN_KEYS, *(_MARKS if role == "assistant" else ())} if role else {*ANSWER_KEYS}
+        unread |= {
+            f"key {quoted(key)} of {'turns' if role else 'answers'}" for key in keys if key not in known
+        }
+    return unread
+
+
+def quoted(name: Any) -> str:
+    """The name of a column or key as a message shows it."""
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(name)[:LONGEST_NAME])
+    return f"`{shown}`"
+
+
+def parse_reply(column: str, value: Any, prompt: Sequence[Message] = ()) -> str | Message:
+    """A reply, given as text, as a turn of the assistant, or as turns that end with it after `prompt`.
+
+    It is a text where it has nothing else. Raises BadRow: none of them, empty, masked, or other turns before.
+    """
+    if isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, list | tuple):
+        return filled_text(column, value)
+    *before, last = parse_turns(column, value)
+    if last.role != "assistant":
+        raise BadRow(f"{column} ends with a turn of the {last.role}, not of the assistant")
+    if not last.is_learned:
+        raise BadRow(f"{column}: the reply is marked as context, but it is what is learnt; leave the row out")
+    if before and spoken(before) != spoken(prompt):
+        raise BadRow(f"{column} has turns before the reply that are not the prompt's")
+    return reply_of(last)
+
+
+def reply_of(message: Message) -> str | Message:
+    """A reply as an Example has it: its text, or the message where it has more."""
+    return message if message.extras else message.content
+
+
+def spoken(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    """Who says what, to compare dialogues by."""
+    return [(message.role, message.content.strip()) for message in messages]
+
+
+def parse_replies(column: str, value: Any, prompt: Sequence[Message] = ()) -> list[str | Message]:
     """The replies of a list column. Raises BadRow where one is no reply, EmptyRow where there is none."""
-    return [reply_text(f"{column}[{i}]", reply) for i, reply in enumerate(filled_list(column, value))]
+    replies = ("" if reply is None else reply for reply in filled_list(column, value))  # absent: empty
+    return [parse_reply(f"{column}[{i}]", reply, prompt) for i, reply in enumerate(replies)]
+
+
+def is_blank(value: Any) -> bool:
+    """Whether nothing stands there: null, blank text, an empty list or object."""
+    if isinstance(value, str):
+        return not value.strip()
+    return value is None or (isinstance(value, list | tuple | Mapping) and not value)
 
 
 def filled_text(column: str, value: Any) -> str:
     """The text in a column. Raises BadRow where it is no text, EmptyRow where it is empty."""
-    if not isinstance(value, str):
-        raise BadRow(f"{column!r} is {kind_of(value)}, not text")
-    if not value.strip():
+    if is_blank(expect(repr(column), value, str, "text")):
         raise EmptyRow(f"{column!r} is empty")
     return value
 
 
 def filled_list(column: str, value: Any) -> list | tuple:
     """The list in a column. Raises BadRow where it is no list, EmptyRow where it is empty."""
-    if not isinstance(value, list | tuple):
-        raise BadRow(f"{column!r} is {kind_of(value)}, not a list")
-    if not value:
+    if is_blank(expect(repr(column), value, list | tuple, "a list")):
         raise EmptyRow(f"{column!r} is empty")
     return value
 
 
 def member(column: str, value: Any, name: str) -> Any:
     """The value under a name of an object column. Raises BadRow where there is none."""
-    if not isinstance(value, Mapping):
-        raise BadRow(f"{column!r} is {kind_of(value)}, not an object")
-    if name not in value:
+    if name not in expect(repr(column), value, Mapping, "an object"):
         raise BadRow(f"{column!r} has no {name!r}")
     return value[name]
 
 
 def finite_number(column: str, value: Any) -> float:
-    """The number in a column. Raises BadRow where there is none, or none to compute a loss with."""
+    """The number in a column. Raises BadRow where there is none, or none to compute a loss with in fp32."""
     try:
+        if isinstance(value, bool | np.bool_) or (isinstance(value, str) and not _NUMBER.fullmatch(value)):
+            raise ValueError
         number = float(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise BadRow(f"{column!r} is {value!r}, not a number") from error
-    if not math.isfinite(number):
-        raise BadRow(f"{column!r} is {value!r}, not a finite number")
+    if not abs(number) <= _GREATEST:
+        raise BadRow(f"{column!r} is {value!r}, not a finite number of 32 bits")
     return number
+
+
+def truth_of(value: Any, words: Mapping[str, bool]) -> bool | None:
+    """What a value says by `words`, whose keys are lower case or whole numbers; None: nothing."""
+    text = re.sub(r"\b[\s_-]+\b", "_", str(value).strip().lower())
+    with suppress(BadRow):
+        text = f"{finite_number('label', value) + 0.0:g}"  # no -0
+    return words.get(text)
+
+
+def expect(where: str, value: Any, kind: Any, words: str) -> Any:
+    """A value of a kind. Raises BadRow: it is of another."""
+    if not isinstance(value, kind):
+        raise BadRow(f"{where} is {kind_of(value)}, not {words}")
+    return value
 
 
 def kind_of(value: Any) -> str:
@@ -155,7 +341,11 @@ def kind_of(value: Any) -> str:
 
 
 def rank_by_score(
-    prompt: tuple[Message, ...], answers: Sequence[str], scores: Sequence[float], *, with_margin: bool = True
+    prompt: tuple[Message, ...],
+    answers: Sequence[str | Message],
+    scores: Sequence[float],
+    *,
+    with_margin: bool = True,
 ) -> list[Example]:
     """All pairs of the answers to a prompt, higher scores chosen; equal scores are a tie.
 

@@ -1,0 +1,137 @@
+"""What our passes compute with a model of a family, measured before its weights are loaded: on a replica, in
+some hundred milliseconds, against the class's own forward pass.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from common.data.packed_batch import pack_rows, token_positions
+from common.models.attention import VARLEN_ATTENTION, narrow_last_layer, takes_own_kernels, takes_packed
+from common.models.loading import forward_accepts, set_dropout
+from common.models.model_inputs import build_model_inputs
+from common.models.policy_model import PolicyModel
+from common.models.replica import build_replica, measure_once
+from common.models.router_loss import router_coefficient
+from common.models.value_model import ValueModel
+from common.ranks.failures import kind_and_line
+
+RELATIVE = 1e-4  # of the largest number: rounding stays below, what reads other tokens or weights above
+LENGTHS = (5, 9)
+_HEAD = "its head is more than a matrix, or reads other states than those of the text"
+_PADDING = "its tokens see the padding behind them"
+
+
+@dataclass(frozen=True)
+class FamilyProbe:
+    """What was measured: why the family cannot be used, and whether rows may stand end to end."""
+
+    refusal: str = ""
+    packs: bool = True
+    note: str = ""
+
+
+def probe_family(auto_class: Any, config: PreTrainedConfig, *, trusts_code: bool = False) -> FamilyProbe:
+    """What our passes compute with a model of this configuration; alike on all ranks."""
+    return measure_once(_measure, config, auto_class, trusts_code)
+
+
+def _measure(config: PreTrainedConfig, auto_class: Any, trusts_code: bool) -> FamilyProbe:
+    name, is_policy = f"the family {config.model_type}", auto_class is AutoModelForCausalLM
+    if not is_policy and not (trusts_code or type(config) in auto_class._model_mapping):
+        return FamilyProbe(f"{name} has no classifier in transformers, which reward models and critics are")
+    try:
+        model, rows = small_model(auto_class, config, trusts_code)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        plain = [plain_logits(model, row) for row in rows]
+    except Exception as error:  # the family's own code raises what it likes
+        note = f"{name} could not be tried in small ({kind_and_line(error)}): its rows are padded, and what "
+        return FamilyProbe(packs=False, note=f"{note}is computed with it was not compared with transformers")
+    refusal = f"{name} cannot be used here: what is computed with {type(model).__name__} is not what its own "
+    refusal += (
+        "forward pass computes, tried on a small random model: {}; docs/families.md lists those that can"
+    )
+    if not all(map(torch.equal, before, model.parameters())):
+        return FamilyProbe(refusal.format("that pass changes its weights"))
+    largest = max(float(x.abs().max()) for x in plain)
+    if is_policy:
+        plain = [logprobs_of(x[:-1], row[1:]) for x, row in zip(plain, rows, strict=True)]
+    forms = (
+        ("a row alone", [[row] for row in rows], False, _HEAD),
+        ("padded rows", [rows], False, _PADDING),
+        ("rows end to end", [rows], True, ""),
+    )
+    for form, batches, is_packed, why in forms:
+        model.packs_rows = is_packed
+        if is_packed and not takes_packed(model):
+            continue
+        try:
+            numbers = [_compute(model, batch, is_policy=is_policy, is_packed=is_packed) for batch in batches]
+            gap = difference(torch.cat(numbers), torch.cat(plain), largest)
+        except Exception as error:
+            gap, why = kind_and_line(error), ""
+        if gap and is_packed:
+            note = f"{name} computes other numbers of rows end to end than of each alone ({gap})"
+            return FamilyProbe(packs=False, note=f"{note}: its rows are padded")
+        if gap:
+            return FamilyProbe(refusal.format(", ".join(filter(None, (f"{form}: {gap}", why)))))
+    return FamilyProbe()
+
+
+def small_model(
+    auto_class: Any, config: PreTrainedConfig, trusts_code: bool, lengths: Sequence[int] = LENGTHS
+) -> tuple[PreTrainedModel, list[list[int]]]:
+    """The replica of a model as `load_pretrained` makes it, without dropout, and rows of token ids for it."""
+    set_dropout(config, 0.0)
+    config.use_cache, config.num_labels = False, 1
+    own = takes_own_kernels(auto_class._model_mapping.get(type(config), None), config)
+    how = {"attn_implementation": VARLEN_ATTENTION if own else None, "trust_remote_code": trusts_code}
+    model = build_replica(auto_class, config, **how)
+    if auto_class is not AutoModelForCausalLM or not router_coefficient(model):
+        narrow_last_layer(model)
+    text = model.config.get_text_config()
+    named = [value for name, value in vars(text).items() if name.endswith("_token_id")]
+    ids = [i for i in range(min(text.vocab_size, 80)) if i not in named][2:]
+    return model, [[ids[(7 * row + 5 * k) % len(ids)] for k in range(n)] for row, n in enumerate(lengths)]
+
+
+@torch.no_grad()
+def plain_logits(model: PreTrainedModel, row: Sequence[int]) -> torch.Tensor:
+    """What the class's own forward pass says of a row alone: (T, V) float64, or (1,) of a classifier."""
+    token_ids = torch.tensor([row], device=model.device)
+    more = {"attention_mask": torch.ones_like(token_ids)} if forward_accepts(model, "attention_mask") else {}
+    return model(input_ids=token_ids, use_cache=False, **more).logits[0].double()
+
+
+def logprobs_of(logits: torch.Tensor, token_ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    """The log-probabilities (N,) of tokens by logits (N, V)."""
+    chosen = torch.as_tensor(token_ids, device=logits.device).unsqueeze(1)
+    return logits.log_softmax(-1).gather(1, chosen).squeeze(1)
+
+
+def difference(own: torch.Tensor, plain: torch.Tensor, largest: float) -> str:
+    """How far apart numbers are, or nothing where it is rounding; NaN in either is a difference."""
+    gap = float((own.double() - plain).abs().max())
+    return "" if gap <= RELATIVE * max(largest, 1.0) else f"off by {gap:.2g}"
+
+
+def _compute(model: Any, rows: list[list[int]], *, is_policy: bool, is_packed: bool) -> torch.Tensor:
+    """What training computes of rows, and its gradients: log-probabilities of all tokens but each row's
+    first, or values at their last tokens.
+    """
+    token_ids, lengths = pack_rows(rows)
+    inputs = build_model_inputs(token_ids, lengths, is_packed=is_packed)
+    if is_policy:
+        is_scored = token_positions(lengths) > 0
+        policy = PolicyModel(model, num_valid_tokens=None).train()
+        numbers, _ = policy(inputs, inputs.slots_before(is_scored), token_ids[is_scored])
+    elif isinstance(getattr(model, "score", None), nn.Linear):
+        numbers = ValueModel(model).train()(inputs, inputs.last_slots)
+    else:
+        raise ValueError(f"{type(model).__name__} has no linear `score` head")
+    numbers.sum().backward()
+    return numbers.detach()

@@ -1,0 +1,152 @@
+"""A small random model of another's class and configuration, to see in milliseconds what a family computes.
+
+It has a layer of each kind, two at least, and is as narrow as its configuration lets it be.
+"""
+
+import copy
+import itertools
+import re
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from common.ranks import distributed
+
+MAX_PARAMETERS = 2**21  # a configuration with more of them is made narrow
+_NUM_HEADS = 2
+_NUM_TOKENS = 96
+_LAYERS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "vision_layers"}
+_LAYERS |= {f"{side}_layers" for side in ("encoder", "decoder", "num_encoder", "num_decoder")}
+# Layers before the first that has experts, or whose weights are scaled (RWKV).
+_FIRST = {"first_k_dense_replace", "num_dense_layers", "rescale_every"}
+# The largest numbers of a narrow configuration, by a part of their names; the first that fits counts.
+_MOST = {
+    r"vocab_size": _NUM_TOKENS,
+    r"per_tok|^(moe_)?top_?k|moe_k$": 2,
+    r"expert_(ffn|dim)|intermediate|ffn|inner|mlp_dim": 64,
+    r"group$": 2,
+    r"experts$|expert_num$": 4,
+    r"n_groups$": 1,
+    r"max_position_embeddings|n_positions": 512,
+}
+_MEASURED: dict[Any, Any] = {}
+_REPLICAS: list[PreTrainedModel] = []  # of the measurement that runs
+
+
+def measure_once(measure: Callable[..., Any], config: PreTrainedConfig, *more: Any) -> Any:
+    """What `measure(config, *more)` says of a copy of the configuration, which it is asked once."""
+    key = measure, type(config), config.to_json_string(use_diff=False), more
+    if key not in _MEASURED:
+        with distributed.on_cpu():
+            _MEASURED[key] = measure(copy.deepcopy(config), *more)
+        for parameter in chain.from_iterable(model.parameters() for model in _REPLICAS):
+            parameter.data = parameter.data.new_empty(0)  # hooks hold it until garbage is collected
+            parameter.grad = None
+        _REPLICAS.clear()
+    return _MEASURED[key]
+
+
+def build_replica(auto_class: Any, config: PreTrainedConfig, **how: Any) -> PreTrainedModel:
+    """A random model in fp32 on the CPU, in eval mode, whose numbers show each of its weights.
+
+    `how` goes to `auto_class.from_config`. Moves no random state. Raises what the family's own code does
+    where it cannot be small.
+    """
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        for change in (_shorten, _narrow, None):
+            if change:
+                change(config)
+            with torch.device("meta"):
+                model = auto_class.from_config(copy.deepcopy(config), **how)
+            if sum(parameter.numel() for parameter in model.parameters()) <= MAX_PARAMETERS:
+                break
+            assert change or model.num_parameters() < 8 * MAX_PARAMETERS, "it cannot be made small"
+        with torch.device("cpu"):
+            model = auto_class.from_config(config, dtype=torch.float32, **how).eval()
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    _REPLICAS.append(model)
+    return model
+
+
+def _shorten(config: PreTrainedConfig) -> None:
+    """Leave a layer of each kind, two at least, in a configuration and its parts (vision, text)."""
+    for part in _parts(config):
+        numbers = vars(part)
+        numbers |= {name: min(numbers[name] or 0, 1) for name in _FIRST & numbers.keys()}
+        num_layers = max((numbers[name] or 0 for name in _LAYERS & numbers.keys()), default=0)
+        if num_layers <= 2:
+            continue
+        lists = {name: value for name, value in numbers.items() if isinstance(value, list)}
+        numbered = {name: value for name, value in lists.items() if _names_layers(value)}
+        by_layer = {n: x for n, x in lists.items() if len(x) == num_layers and n not in numbered}
+        kinds = [
+            (*(str(x[layer]) for x in by_layer.values()), *(layer in x for x in numbered.values()))
+            for layer in range(num_layers)
+        ]
+        derived = None if by_layer else getattr(part, "layers_block_type", None)  # of a period, for one
+        kept = sorted({kinds.index(kind) for kind in kinds})
+        if len(kept) == 1:
+            kept = [*range(max(map(derived.index, derived)) + 1 if derived else 2)]
+        if numbers.get("num_kv_shared_layers"):  # the last layers read keys of earlier ones of their kind
+            kept = kept * 2
+            numbers["num_kv_shared_layers"] = len(kept) // 2
+        numbers |= {name: [x[layer] for layer in kept] for name, x in by_layer.items()}
+        numbers |= {name: [kept.index(n) for n in x if n in kept] for name, x in numbered.items()}
+        numbers |= {name: min(numbers[name] or 0, len(kept)) for name in _LAYERS & numbers.keys()}
+        if part.is_heterogeneous:
+            layers = part._heterogeneity_spec.per_layer_overrides
+            own = {place: layers[layer] for place, layer in enumerate(kept) if layer in layers}
+            part._heterogeneity_spec.per_layer_overrides = own
+
+
+def _names_layers(items: list[Any]) -> bool:
+    """Whether a list holds rising whole numbers."""
+    are_whole = all(type(item) is int for item in items)
+    return are_whole and len(items) > 1 and all(a < b for a, b in itertools.pairwise(items))
+
+
+def _narrow(config: PreTrainedConfig) -> None:
+    """Leave few heads of the width that they have, few experts and few tokens."""
+    shapes, widths = [], {}  # widths of hidden states: one part may name another's
+    for part in _parts(config):
+        heads, width = getattr(part, "num_attention_heads", None), getattr(part, "hidden_size", None)
+        shapes.append((part, heads, width))
+        if type(width) is int:
+            few = width // heads * min(heads, _NUM_HEADS) if heads else min(width, 64)
+            is_free = heads and vars(part).get("head_dim") not in (None, width // heads)
+            widths.setdefault(width, -(-few // 16) * 16 if is_free else few)  # kernels want multiples
+    for part, heads, width in shapes:
+        for name, value in vars(part).items():
+            if type(value) is int and value > 1:
+                vars(part)[name] = _few(name, value, heads or 0, width, widths)
+            elif isinstance(value, list) and "intermediate" in name:
+                vars(part)[name] = [min(number, 64) for number in value]
+
+
+def _few(name: str, value: int, heads: int, width: int | None, widths: dict[int, int]) -> int:
+    """The number of a narrow configuration in the place of another."""
+    if "token_id" in name or "token_index" in name:
+        return value if value < _NUM_TOKENS else 0
+    if value in widths and not name.startswith(("max_", "n_pos")):
+        return widths[value]
+    if "heads" in name or name == "n_head":
+        if heads in (0, value) or "attention" in name:
+            return min(value, _NUM_HEADS)
+        return max(value * _NUM_HEADS // heads, 1)
+    if not heads and "intermediate" in name:
+        return value * widths.get(width, 64) // (width or value)
+    return next((min(value, most) for words, most in _MOST.items() if re.search(words, name)), value)
+
+
+def _parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """A configuration and those inside it."""
+    inner = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
+    return [config, *(part for value in inner for part in _parts(value))]

@@ -1,0 +1,63 @@
+"""What can be told of a model by its configuration and its tokenizer, before its weights are loaded."""
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from common.data.tokenizer import num_token_ids
+from common.flags.args import Problems
+from common.models.family_probe import probe_family
+from common.models.lora import adapted_model_targets
+
+
+def check_family(flag: str, config: Any, args: Any, problems: Problems, *, is_ranker: bool = False) -> None:
+    """Add the problem of a family that our passes do not compute with as its own code does."""
+    if config is None:
+        return
+    auto_class = AutoModelForSequenceClassification if is_ranker else AutoModelForCausalLM
+    refusal = probe_family(auto_class, config, trusts_code=args.trust_remote_code).refusal
+    problems.check(not refusal, f"{flag}: {refusal}")
+
+
+def check_length(config: Any, num_tokens: int, flags: str, problems: Problems) -> None:
+    """Add a problem when a model has fewer positions than the flags ask for."""
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    if limit and num_tokens > limit:
+        problems.add(f"{flags}: {num_tokens} tokens are more than the model's {limit} positions; lower it")
+
+
+def empty_model(config: Any, args: Any, auto_class: Any = AutoModelForCausalLM) -> Any:
+    """Return the model of a configuration on the meta device, where weights take no memory."""
+    with torch.device("meta"):
+        return auto_class.from_config(config, trust_remote_code=args.trust_remote_code)
+
+
+def check_lora(flag: str, config: Any, module_name: str, args: Any, problems: Problems) -> None:
+    """Add a problem when no linear layer's name contains `module_name`."""
+    if config is None or module_name == "auto":
+        return
+    with problems.catch():
+        adapted_model_targets(empty_model(config, args), module_name, flag)
+
+
+def check_new_tokens(
+    flag: str, config: Any, tokenizer: Any, args: Any, problems: Problems, *, lora_flag: str = ""
+) -> list[str]:
+    """Return a note of the tokens that a model has no rows for; add a problem where none would train them.
+
+    `lora_flag`: the flag that gives it adapters, empty where it has none.
+    """
+    num_rows = config and getattr(config.get_text_config(), "vocab_size", None)
+    if tokenizer is None or not num_rows or num_token_ids(tokenizer) <= num_rows:
+        return []
+    new = sorted((i, token) for token, i in tokenizer.get_vocab().items() if i >= num_rows)
+    shown = ", ".join(token for _, token in new[:3])
+    text = f"{flag} has {num_rows} rows, and its tokenizer {len(new)} tokens behind them ({shown})"
+    learned = [i for i, _ in new if i != tokenizer.pad_token_id or i == tokenizer.eos_token_id]
+    problems.check(
+        not (lora_flag and learned and args.only_optimize_lora),
+        f"{text}: adapters do not train rows of embeddings, and new ones would stay as they are made; give "
+        f"--only_optimize_lora false, or leave {lora_flag} out",
+    )
+    return [f"{text}: their rows begin as the mean of the others"]

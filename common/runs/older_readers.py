@@ -1,0 +1,71 @@
+"""What transformers 4 reads in the files of a saved model by other names than transformers 5 writes. PURE.
+
+Programs that stand on transformers 4 (vLLM, converters, trainers) take a default in silence where a name is
+missing. transformers 5 reads a file that has both names as it reads one with its own.
+"""
+
+from typing import Any
+
+LOCAL = "rope_local_base_freq"  # of layers with a window
+OLDER_NAMES = {  # of families that have names of their own
+    "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
+    "gpt_neox_japanese": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
+    "modernbert": {"rope_theta": "global_rope_theta", LOCAL: "local_rope_theta"},
+    "modernbert-decoder": {"rope_theta": "global_rope_theta", LOCAL: "local_rope_theta"},
+}
+NEWER_TOKENIZERS = ("TokenizersBackend", "PythonBackend")  # classes that it does not have
+# Families whose scaling has a `type`, and no other keys than these.
+SCALING_KEYS = {
+    "olmo": ("type", "factor"),
+    "olmo2": ("type", "factor"),
+    "phi3": ("type", "short_factor", "long_factor"),
+    "phi4_multimodal": ("type", "short_factor", "long_factor"),
+}
+
+
+def add_older_names(config: dict[str, Any]) -> None:
+    """Add to what a config.json says, and to its parts, the names that transformers 4 reads."""
+    for part in config.values():
+        if isinstance(part, dict) and "model_type" in part:
+            add_older_names(part)
+    if "dtype" in config:
+        config["torch_dtype"] = config["dtype"]  # before 4.56
+    if config.get("model_type") == "qwen3_moe":
+        config["num_experts"] = config["num_local_experts"]
+    if config.get("model_type") == "granitemoehybrid":
+        older = {"linear_attention": "mamba", "full_attention": "attention"}
+        config["layer_types"] = [older[kind] for kind in config["layer_types"]]
+    _add_rope(config)
+
+
+def _add_rope(config: dict[str, Any]) -> None:
+    """Add base, scaling and share of rotary positions, which transformers 5 keeps in one dictionary or in one
+    for each kind of layer.
+    """
+    parameters = config.get("rope_parameters") or {}
+    scaling = dict(parameters.get("full_attention") or parameters)
+    if "rope_theta" not in scaling:  # kinds of layer that transformers 4 does not know
+        return
+    family = config.get("model_type", "")
+    names = OLDER_NAMES.get(family, {})
+    older = {name: scaling.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in scaling}
+    if family.startswith("gemma3") or LOCAL in names:
+        older[LOCAL] = parameters["sliding_attention"]["rope_theta"]
+    config |= {names.get(name, name): value for name, value in older.items()}
+    if family in SCALING_KEYS:
+        scaling["type"] = scaling["rope_type"]
+        scaling = {key: scaling[key] for key in SCALING_KEYS[family] if key in scaling}
+    if LOCAL not in names:  # they have none
+        config["rope_scaling"] = scaling if len(scaling) > 1 else None
+
+
+def add_older_tokenizer_names(config: dict[str, Any], base: dict[str, Any], tokenizer: Any) -> None:
+    """Add to what a tokenizer_config.json says what transformers 4 reads; `base` is that of the base."""
+    named = base.get("tokenizer_class") or config["tokenizer_class"]
+    config["tokenizer_class"] = "PreTrainedTokenizerFast" if named in NEWER_TOKENIZERS else named
+    if isinstance(config.get("extra_special_tokens"), list):  # it takes a dictionary there
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    config["model_input_names"] = tokenizer.model_input_names  # PreTrainedTokenizerFast has another default
+    ids = tokenizer("a").input_ids  # its classes make anew what is put around a text
+    config["add_bos_token"] = ids[0] == tokenizer.bos_token_id
+    config["add_eos_token"] = ids[-1] == tokenizer.eos_token_id
