@@ -336,10 +336,8 @@ def build_roles(
     scorers = {}
     for spec in (spec for spec in rewards if spec.kind == "model"):
         flags = replace(args.critic, model_name_or_path=spec.target)
-        load, is_offloaded = (
-            partial(bases.load, f"reward {spec.name}", load_ranker),
-            args.offload_reward_model,
-        )
+        load = partial(bases.load, f"reward {spec.name}", load_ranker)
+        is_offloaded = args.offload_reward_model
         scorers[spec.name] = _build_frozen(Reward, load, args, flags, num_tokens, is_offloaded)
         if template:
             scorers[spec.name].closing_ids = closing_of(spec.target, template)

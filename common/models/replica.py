@@ -40,7 +40,8 @@ def measure_once(measure: Callable[..., Any], config: PreTrainedConfig, *more: A
     """What `measure(config, *more)` says of a copy of the configuration, which it is asked once."""
     key = measure, type(config), config.to_json_string(use_diff=False), more
     if key not in _MEASURED:
-        with distributed.on_cpu():
+        # Whoever loads the model may want no gradients; the probe does.
+        with distributed.on_cpu(), torch.inference_mode(False), torch.enable_grad():
             _MEASURED[key] = measure(copy.deepcopy(config), *more)
         for parameter in chain.from_iterable(model.parameters() for model in _REPLICAS):
             parameter.data = parameter.data.new_empty(0)  # hooks hold it until garbage is collected

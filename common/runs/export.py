@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from safetensors.torch import save_file
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -181,7 +182,9 @@ def _write_model(
         del exported.config.quantization_config
     exported.config.get_text_config().vocab_size = num_rows
     for config in (exported.config, exported.config.get_text_config()):
-        config.update(_token_ids(tokenizer, config))
+        for name, token_id in _token_ids(tokenizer, config).items():
+            with contextlib.suppress(StrictDataclassFieldValidationError):  # Emu3 takes no null
+                setattr(config, name, token_id)
     if getattr(plain, "generation_config", None) is not None:
         exported.generation_config = _savable_generation_config(plain.generation_config, tokenizer)
     exported.save_pretrained(folder, state_dict=state)
@@ -191,10 +194,12 @@ def _write_model(
 def _token_ids(tokenizer: PreTrainedTokenizerFast, config: PreTrainedConfig) -> dict[str, Any]:
     """Return the ids that a configuration must name.
 
-    Where PAD is EOS there is none: a classifier that begins with this model would not see the EOS, and torch
-    would not train it, for the embedding of PAD gets no gradient.
+    Where PAD is EOS the base's own stays, or there is none: a classifier that begins with this model would
+    not see the EOS, and torch would not train it, for the embedding of PAD gets no gradient.
     """
     pad, eos, bos = tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id
+    if pad == eos:
+        pad = getattr(config, "pad_token_id", None)
     has_stops = isinstance(getattr(config, "eos_token_id", None), list)
     return {
         "pad_token_id": None if pad == eos else pad,

@@ -43,20 +43,21 @@ def _add_rope(config: dict[str, Any]) -> None:
     for each kind of layer.
     """
     parameters = config.get("rope_parameters") or {}
-    scaling = dict(parameters.get("full_attention") or parameters)
-    if "rope_theta" not in scaling:  # kinds of layer that transformers 4 does not know
-        return
     family = config.get("model_type", "")
     names = OLDER_NAMES.get(family, {})
+    has_local = family.startswith("gemma3") or LOCAL in names
+    scaling = dict(parameters.get("full_attention", {}) if has_local else parameters)
+    if "rope_theta" not in scaling:  # kinds of layer that transformers 4 does not know
+        return
     older = {name: scaling.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in scaling}
-    if family.startswith("gemma3") or LOCAL in names:
+    if has_local:
         older[LOCAL] = parameters["sliding_attention"]["rope_theta"]
     config |= {names.get(name, name): value for name, value in older.items()}
     if family in SCALING_KEYS:
         scaling["type"] = scaling["rope_type"]
         scaling = {key: scaling[key] for key in SCALING_KEYS[family] if key in scaling}
-    if LOCAL not in names:  # they have none
-        config["rope_scaling"] = scaling if len(scaling) > 1 else None
+    if LOCAL not in names and len(scaling) > 1:  # null would be read by transformers 5 as none at all
+        config["rope_scaling"] = scaling
 
 
 def add_older_tokenizer_names(config: dict[str, Any], base: dict[str, Any], tokenizer: Any) -> None:
