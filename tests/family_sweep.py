@@ -70,8 +70,8 @@ measurement decides.
 - **value model**: reward models and critics; *none*, transformers has no classifier of the family.
 - **hybrid engine**: `--enable_hybrid_engine`, chat.py and the arena; *state*, the family keeps a state from
   token to token, and our decoder keys and values alone. **generate**: step 3 without that flag.
-- **export**: what plain transformers reads of it gives the same logits; *fails*, `AutoModelForCausalLM` takes no
-  configuration of the text part alone: the family's own class does.
+- **export**: what plain transformers reads of it gives the same logits; *fails*, `AutoModelForCausalLM`
+  takes no configuration of the text part alone: the family's own class does.
 
 {counts}
 
