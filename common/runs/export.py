@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassFieldValidationError
 from safetensors.torch import save_file
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -182,9 +181,7 @@ def _write_model(
         del exported.config.quantization_config
     exported.config.get_text_config().vocab_size = num_rows
     for config in (exported.config, exported.config.get_text_config()):
-        for name, token_id in _token_ids(tokenizer, config).items():
-            with contextlib.suppress(StrictDataclassFieldValidationError):  # Emu3 takes no null
-                setattr(config, name, token_id)
+        config.update(_token_ids(tokenizer, config))
     if getattr(plain, "generation_config", None) is not None:
         exported.generation_config = _savable_generation_config(plain.generation_config, tokenizer)
     exported.save_pretrained(folder, state_dict=state)
