@@ -22,7 +22,7 @@ from common.flags.args import REQUIRED, Problems, flag, parse_args
 from common.models.loading import plain_model
 from common.models.policy_model import language_model
 from common.models.value_model import ValueModel
-from common.programs import startup, training_loop
+from common.programs import conversation_form, startup, training_loop
 from common.runs.checkpoints import Checkpoint, find_checkpoints, newest_whole
 from common.runs.export import save_adapter, save_export
 from common.runs.saved_state import TensorReader
@@ -91,11 +91,12 @@ def build_metadata(args: Any, what: str, state: dict[str, Any]) -> dict[str, Any
     """Return what triptych.json says, as the run's own export has it; `state` is the checkpoint's."""
     facts, step = state["progress"]["facts"], state["progress"]["step"]
     if what == "critic":
-        return {"step": "critic", "template": args.template}
+        return {"step": "critic"} | conversation_form.describe_form(args)
     if isinstance(args, PPOArguments):
         return ppo.build_metadata(args, step, facts, state["trainer"].get("evaluation", {}))
     kind = "sft" if isinstance(args, SFTArguments) else args.kind
-    return {"step": kind, "template": args.template} | training_loop.facts_at(step, facts)
+    form = conversation_form.describe_form(args)
+    return {"step": kind} | form | training_loop.facts_at(step, facts)
 
 
 def check(
@@ -116,7 +117,9 @@ def check(
     for name in {origin, "critic_model_name_or_path" if part == "critic" else origin}:
         startup.check_model(f"the run's --{name}", getattr(flags, name), flags, problems, takes_adapter=True)
     problems.exit_if_any()
-    tokenizer = startup.check_tokenizer(f"the run's --{origin}", getattr(flags, origin), flags, problems)
+    path = getattr(flags, origin)
+    tokenizer = startup.check_tokenizer(f"the run's --{origin}", path, flags, problems)
+    conversation_form.find_template(f"the run's --{origin}", path, flags, tokenizer, problems)  # sets its EOS
     problems.exit_if_any()
     return tokenizer
 
@@ -148,6 +151,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     is_scorer = isinstance(module, ValueModel)
     model = module.classifier if is_scorer else language_model(module)
     metadata = build_metadata(flags, args.what, checkpoint.meta["numbers"])
+    if "chat_template_kwargs" not in checkpoint.meta["args"]:  # of a version that read at the end of turn
+        metadata.pop(conversation_form.READS_CLOSING, None)
     if args.what == "adapter":
         save_adapter(args.output, model, tokenizer, metadata=metadata)
     else:

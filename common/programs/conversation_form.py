@@ -58,10 +58,14 @@ def find_template(
     return template, notes
 
 
-def describe_form(args: Any) -> dict[str, str]:
+def describe_form(args: Any) -> dict[str, Any]:
     """The form of a conversation, as an export's metadata records it and `find_template` reads it."""
     form = {"template": args.template}
-    return form | ({"chat_template_kwargs": args.chat_template_kwargs} if args.chat_template_kwargs else {})
+    if args.chat_template_kwargs:
+        form["chat_template_kwargs"] = args.chat_template_kwargs
+    if getattr(args, "is_scored", False):
+        form[READS_CLOSING] = True
+    return form
 
 
 def closing_of(path: str, template: Template) -> list[int]:

@@ -229,8 +229,6 @@ def train(
     if args.output_dir:
         metadata = {"step": trainer.kind} | conversation_form.describe_form(args)
         metadata |= facts_at(run.step, run.facts)
-        if start.options.is_scored:
-            metadata[conversation_form.READS_CLOSING] = True
         save_model(start, logger, trainer.engine.module, metadata)
     logger.close()
     run.finish()

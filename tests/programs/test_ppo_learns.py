@@ -203,7 +203,7 @@ def test_a_step_in_which_nothing_counts_moves_nothing(ppo, tiny):
     output = ppo(truncated="mask", max_answer_seq_len=1, max_train_steps=1, entropy_coef=0.1)
     (row,) = read_metrics(output)
     assert row["rollout/finished_fraction"] == 0
-    assert row["policy/loss"] == 0 and row["policy/grad_norm"] == 0
+    assert {"policy/loss", "policy/grad_norm", "policy/entropy"} & row.keys() == set(), "in no mean"
     assert largest_difference(read_weights(tiny.base), read_weights(output / "export")) == 0
 
 

@@ -12,6 +12,7 @@ from common.flags.args import Problems
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.lora import LoraOptions, add_lora
 from common.programs.model_checks import check_lora, check_new_tokens
+from common.ranks import distributed
 from common.runs.export import save_export
 from step1_sft.arguments import SFTArguments
 
@@ -37,6 +38,7 @@ def save_model(tmp_path):
 
 @pytest.mark.parametrize("family", [*STACKED, "llama"])
 def test_a_line_says_which_share_the_adapters_reach(family, save_model, capfd):
+    distributed.say_once.cache_clear()  # another test may have had the same model
     model = adapted(save_model(family))
     said = capfd.readouterr().err
     layers = [m for name, m in model.named_modules() if name.endswith(".base_layer")]
