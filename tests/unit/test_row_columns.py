@@ -5,30 +5,13 @@ from collections import Counter
 
 import pytest
 from stage_texts import build, make_options, texts, write_rows
+from test_row_turns import only, reply, said, user
 
 from common.data.adapters.row_forms import read_row
 from common.data.data_options import check_sources
 from common.data.example import BadRow, EmptyRow, Message, missing_for
 from common.data.registry import load_source
 from common.data.stage_datasets import unpair
-
-
-def user(content, **keys):
-    return {"role": "user", "content": content} | keys
-
-
-def reply(content, **keys):
-    return {"role": "assistant", "content": content} | keys
-
-
-def only(row, **more):
-    (example,) = read_row(row, **more)
-    return example
-
-
-def said(messages):
-    return [(message.role, message.content) for message in messages]
-
 
 QUESTION = user("warm?")
 

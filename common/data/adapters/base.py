@@ -71,7 +71,7 @@ class Adapter:
         return rows
 
     def unread(self, stage: int) -> list[str]:
-        """Lines for the data report of what of the rows that `to_examples` got nobody reads in a step."""
+        """Lines of the data report: columns and keys that a step does not read, with their counts."""
         return []
 
     def code_digest(self) -> str:

@@ -128,7 +128,7 @@ class Row(dict[str, Any]):
         return parse_reply(self.own(name), self[name], prompt)
 
     def unread(self) -> set[str]:
-        """What nobody has read, in words for the report. Raises BadRow: it must not be left out."""
+        """Columns and keys that were not read, as the report names them. Raises BadRow for one that matters."""
         rest = self.keys() - self._read
         for name in NEVER_LEFT_OUT:
             if name in rest and self.is_filled(name):

@@ -308,7 +308,7 @@ def member(column: str, value: Any, name: str) -> Any:
 
 
 def finite_number(column: str, value: Any) -> float:
-    """The number in a column. Raises BadRow where there is none, or none to compute a loss with in fp32."""
+    """The number in a column. Raises BadRow: it is no number that fp32 holds."""
     try:
         if isinstance(value, bool | np.bool_) or (isinstance(value, str) and not _NUMBER.fullmatch(value)):
             raise ValueError
