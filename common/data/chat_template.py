@@ -42,9 +42,9 @@ class ChatTemplate(Template):
     def __init__(self, tokenizer: PreTrainedTokenizerFast, variables: str = "") -> None:
         """Learn by probes what ends a reply, what stands behind that, and where a thought is given.
 
-        `variables` is a JSON object that every rendering gets. Raises ValueError: it is no object, there is no
-        chat template, it leaves out what is said, or it does not end a turn; OtherEndOfTurn: it ends a turn by
-        another token than the tokenizer's eos.
+        `variables` is a JSON object that every rendering gets. Raises ValueError: it is no object, there is
+        no chat template, it leaves out what is said, or it does not end a turn; OtherEndOfTurn: it ends a
+        turn by another token than the tokenizer's eos.
         """
         super().__init__(tokenizer)
         if not tokenizer.chat_template:

@@ -128,7 +128,7 @@ class Row(dict[str, Any]):
         return parse_reply(self.own(name), self[name], prompt)
 
     def unread(self) -> set[str]:
-        """Columns and keys that were not read, as the report names them. Raises BadRow for one that matters."""
+        """Columns and keys that were not read, as the report names them. Raises BadRow: one matters."""
         rest = self.keys() - self._read
         for name in NEVER_LEFT_OUT:
             if name in rest and self.is_filled(name):
