@@ -90,13 +90,15 @@ def _prepare_tokenizer(
     *,
     needs_own_pad: bool,
     pad_id: int | None = None,
+    is_adapter: bool = False,
 ) -> PreTrainedTokenizerFast:
     """Return a copy whose chat template is the form that was trained, and whose PAD is not EOS where it has
     another one.
 
-    With `needs_own_pad` any special token may be PAD, and one is added where there is no other than EOS:
-    transformers' classifiers look for the last token that is not PAD, and would not see an EOS that is PAD
-    too. `pad_id` is the one to take, if it is a special token.
+    With `needs_own_pad` any special token that no conversation has may be PAD, and one is added where there
+    is none: transformers' classifiers look for the last token that is not PAD, and would not see an EOS that
+    is PAD too. Of a conversation may be an adapter's, whose embeddings are frozen: torch trains none of PAD.
+    `pad_id` is the one to take, if it is a special token.
     """
     exported = copy.deepcopy(tokenizer)
     if "template" in metadata:
@@ -104,12 +106,13 @@ def _prepare_tokenizer(
         exported.chat_template = build_template(metadata["template"], tokenizer, variables).chat_template
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     special.sort(key=lambda token: ("pad" not in token.lower(), token == tokenizer.bos_token, len(token)))
+    unused = [token for token in special if token not in str(exported.chat_template)]
     pads = [
         getattr(tokenizer.added_tokens_decoder.get(pad_id), "content", None),
         tokenizer.pad_token,
         *(token for token in special if "pad" in token.lower()),
         tokenizer.unk_token,
-        *([*special, NEW_PAD_TOKEN] if needs_own_pad else []),
+        *([*unused, *(special if is_adapter else ()), NEW_PAD_TOKEN] if needs_own_pad else []),
     ]
     pad = next((token for token in pads if token not in (None, tokenizer.eos_token)), tokenizer.pad_token)
     if pad != tokenizer.pad_token:
@@ -273,7 +276,9 @@ def save_adapter(
     plain = plain_model(model)
     pooling, base = getattr(plain.config, POOLING, "last"), plain.name_or_path
     pad_id = getattr(plain.config.get_text_config(), "pad_token_id", None)
-    tokenizer = _prepare_tokenizer(tokenizer, metadata, needs_own_pad=bool(others), pad_id=pad_id)
+    tokenizer = _prepare_tokenizer(
+        tokenizer, metadata, needs_own_pad=bool(others), pad_id=pad_id, is_adapter=True
+    )
     if others and tokenizer.pad_token_id != pad_id:
         distributed.say_once(
             f"note: PEFT takes PAD from {base}, where it is {pad_id}: load {folder} with num_labels=1, and "

@@ -122,3 +122,16 @@ def test_a_reward_model_of_an_earlier_version_is_read_at_the_end_of_turn(chat_ex
     assert closing_of(str(tmp_path), template) == template.closing_ids, "one of another origin"
     (tmp_path / "triptych.json").write_text(json.dumps({"step": "reward", "template": "chat"}))
     assert closing_of(str(tmp_path), template) == []
+
+
+def test_a_token_of_the_conversation_does_not_become_pad(make_tokenizer, tiny_model_folder, tmp_path):
+    """Torch does not train the embedding of PAD."""
+    for names, pad in ((["<|im_start|>", "<|im_end|>"], "<|endoftext|>"), (["<|im_start|>"], "<|pad|>")):
+        tokenizer = make_tokenizer()
+        tokenizer.add_special_tokens({"additional_special_tokens": names})
+        tokenizer.eos_token = tokenizer.pad_token = names[-1] if len(names) > 1 else "<|endoftext|>"
+        tokenizer.chat_template = CHATML.replace("<|im_end|>", tokenizer.eos_token)
+        model = load_value_model(ModelOptions(tiny_model_folder("llama")), len(tokenizer), seed=3)
+        folder = tmp_path / str(len(names))
+        save_export(folder, model.classifier, tokenizer, metadata={"template": "chat"}, needs_own_pad=True)
+        assert AutoTokenizer.from_pretrained(folder).pad_token == pad
