@@ -8,6 +8,17 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
+# What is sent first, and then again and again.
+ENDLESS = {
+    "drips its status line": (b"HTTP/1.1 2", b"0"),
+    "has headers without end": (b"HTTP/1.1 200 OK\r\n", b"x: y\r\n"),
+    "continues": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "drips its text": (b"HTTP/1.1 200 OK\r\n\r\n", b" "),
+    "has a chunk extension": (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5;", b"x"),
+    "has empty trailers": (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n0\r\n", b"x: y\r\n"),
+}
+
+
 class Server(ThreadingHTTPServer):
     """Answers the n-th request by the n-th behaviour, then always by the last one."""
 
@@ -41,11 +52,11 @@ class Handler(BaseHTTPRequestHandler):
             server.is_over.wait(10)
         elif behaviour == "dies":
             self.close_connection = True
-        elif behaviour == "drips":
-            self.send_response(200)
-            self.end_headers()
+        elif behaviour in ENDLESS:
+            beginning, again = ENDLESS[behaviour]
+            self.wfile.write(beginning)
             while not server.is_over.wait(0.05):
-                self.wfile.write(b" ")
+                self.wfile.write(again)
         elif behaviour in ("works", "waits for another"):
             if behaviour != "works":
                 server.all_here.wait(10)

@@ -5,6 +5,7 @@ serving/reward_server.py is such a server. Of an answer nothing but the numbers 
 environment (access_token.py) goes with every request.
 """
 
+import asyncio
 import json
 import time
 from typing import Any
@@ -43,12 +44,13 @@ class JsonClient:
         headers = {"accept-encoding": "identity", "content-type": "application/json"}
         if token:
             headers["authorization"] = f"Bearer {token}"
-        self._client = httpx.Client(
-            timeout=timeout_seconds,
-            trust_env=urlsplit(url).hostname not in _LOOPBACK,  # a proxy knows no way to this machine
-            headers=headers,
-            follow_redirects=False,  # the texts, and the token, are for the server that --reward names
-        )
+        self._options = {
+            "timeout": timeout_seconds,
+            "trust_env": urlsplit(url).hostname not in _LOOPBACK,  # a proxy knows no way to this machine
+            "headers": headers,
+            "follow_redirects": False,  # the texts, and the token, are for the server that --reward names
+            "verify": httpx.create_ssl_context(),  # which takes long to make
+        }
 
     def ask(self, content: Any, *, path: str = "", max_bytes: int = _ANSWER_BYTES) -> str:
         """Return the text of the answer to a POST at the address and `path`, or to a GET for None.
@@ -60,7 +62,10 @@ class JsonClient:
             if attempt:
                 time.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1))
             try:
-                status, location, text = self._send(content, path, max_bytes)
+                status, location, text = asyncio.run(self._send(content, path, max_bytes))
+            except TimeoutError:
+                failure = f"no whole answer within {self.timeout_seconds:g} s"
+                continue
             except httpx.RequestError as error:
                 failure = f"{type(error).__name__}: {error}"
                 continue
@@ -74,26 +79,25 @@ class JsonClient:
             f"answers within --reward_timeout_seconds {self.timeout_seconds:g}, or lower --reward_batch_size"
         )
 
-    def close(self) -> None:
-        """End the connections."""
-        self._client.close()
+    async def _send(self, content: Any, path: str, max_bytes: int) -> tuple[int, str, str]:
+        """Status, redirect address and text of the answer.
 
-    def _send(self, content: Any, path: str, max_bytes: int) -> tuple[int, str, str]:
-        """Return status, where it sends us on to, and text of the answer.
-
-        Raises httpx.RequestError, and RewardError for an answer that is longer than one may be.
+        Raises TimeoutError: connecting, sending and reading took longer than the time limit together, whatever
+        the server sends meanwhile; httpx.RequestError; RewardError: the answer has more than `max_bytes`.
         """
-        deadline, data = time.monotonic() + self.timeout_seconds, bytearray()
+        data = bytearray()
         # httpx's own JSON refuses a NaN, or half of an emoji, of a row.
         body = {} if content is None else {"content": json.dumps(content)}
-        with self._client.stream("POST" if body else "GET", self.url + path, **body) as answer:
-            for part in answer.iter_raw():  # a compressed one stays as it is, and is no JSON
+        async with (
+            asyncio.timeout(self.timeout_seconds),
+            httpx.AsyncClient(**self._options) as client,
+            client.stream("POST" if body else "GET", self.url + path, **body) as answer,
+        ):
+            async for part in answer.aiter_raw():  # a compressed one stays as it is, and is no JSON
                 data += part
                 if len(data) > max_bytes:
                     raise RewardError(f"its answer has more than {max_bytes} bytes")
-                if time.monotonic() > deadline:
-                    raise httpx.ReadTimeout("the answer came too slowly", request=answer.request)
-            return answer.status_code, answer.headers.get("location", ""), data.decode("utf-8", "replace")
+        return answer.status_code, answer.headers.get("location", ""), data.decode("utf-8", "replace")
 
     def _cure(self, status: int, location: str) -> str:
         """Return what a user can do about a status that is no answer."""
@@ -117,11 +121,6 @@ class HttpReward(TextReward):
         content = {"prompts": batch.prompts, "responses": batch.responses, "rows": batch.rows}
         max_bytes = _ANSWER_BYTES + _SCORE_BYTES * len(batch)
         return checked_scores(_read_scores(self._client.ask(content, max_bytes=max_bytes)), batch)
-
-    def close(self) -> None:
-        """See `TextReward.close`."""
-        super().close()
-        self._client.close()
 
 
 def _read_scores(text: str) -> Any:

@@ -254,11 +254,6 @@ class JudgeReward(TextReward):
         with self._lock:
             self.costs.update(numbers)
 
-    def close(self) -> None:
-        """See `TextReward.close`."""
-        super().close()
-        self._client.close()
-
 
 def _read_reply(text: str) -> tuple[str, dict[str, int]]:
     """Return a chat completion's text, and the tokens of prompt and reply that it tells.
