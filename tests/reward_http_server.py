@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-
 # What is sent first, and then again and again.
 ENDLESS = {
     "drips its status line": (b"HTTP/1.1 2", b"0"),

@@ -82,7 +82,7 @@ class JsonClient:
     async def _send(self, content: Any, path: str, max_bytes: int) -> tuple[int, str, str]:
         """Status, redirect address and text of the answer.
 
-        Raises TimeoutError: connecting, sending and reading took longer than the time limit together, whatever
+        Raises TimeoutError: connecting, sending and reading together took longer than the limit, whatever
         the server sends meanwhile; httpx.RequestError; RewardError: the answer has more than `max_bytes`.
         """
         data = bytearray()
