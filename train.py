@@ -130,7 +130,8 @@ def check_vocabularies(args: TrainArguments, problems: Problems) -> None:
     from common.data.tokenizer import vocabulary_difference
 
     with contextlib.suppress(Exception):  # OSError, ValueError, KeyError ... by what is missing
-        difference = vocabulary_difference(*map(AutoTokenizer.from_pretrained, (actor, reward)))
+        tokenizers = [AutoTokenizer.from_pretrained(m, trust_remote_code=False) for m in (actor, reward)]
+        difference = vocabulary_difference(*tokenizers)
         problems.check(
             difference is None,
             f"--reward_model {reward} has another vocabulary than --actor_model {actor} ({difference}), "

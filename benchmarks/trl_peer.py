@@ -181,7 +181,7 @@ def score_labels_only() -> None:
 def load_model(task: Task, name: str) -> Any:
     """Return one of the models of `save_models`, fp32."""
     kind = AutoModelForCausalLM if name == "policy" else AutoModelForSequenceClassification
-    return kind.from_pretrained(Path(task.models, name), dtype=torch.float32)
+    return kind.from_pretrained(Path(task.models, name), dtype=torch.float32, trust_remote_code=False)
 
 
 def prepare(task: Task, name: str, output_dir: str) -> tuple[list[dict[str, Any]], dict[str, Any], Any]:

@@ -200,7 +200,8 @@ def peak_gib(output_dir: Path) -> float:
 def load_model(name: str | Path) -> PreTrainedModel:
     """The model of a folder or of the hub in fp32, ready to be asked."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
+    return model.to(device).eval()
 
 
 def measure(args: argparse.Namespace) -> tuple[dict[str, float], list[str]]:

@@ -39,7 +39,7 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     source, options = HUB_NAME, {}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except OSError as error:
         print(f"no hub ({str(error).splitlines()[0]}); taking the GGUF file of {GGUF_PACKAGES[0]}")
         file = find_smollm2()

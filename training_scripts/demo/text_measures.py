@@ -48,7 +48,8 @@ def embed(texts: Sequence[str]) -> torch.Tensor:
     """
     package = importlib.util.find_spec(MINILM_PACKAGE.replace("-", "_"))
     folder = Path(package.submodule_search_locations[0]) / "model"
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = AutoModel.from_pretrained(folder, trust_remote_code=False).eval()
     means = []
     for first in range(0, len(texts), BATCH):
         rows = tokenizer(list(texts[first : first + BATCH]), padding=True, return_tensors="pt")
