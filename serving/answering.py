@@ -42,6 +42,7 @@ from serving.text_stream import Answer, TextStream
 
 _MIN_PROMPT_TOKENS = 8  # that stay, however long an answer may be
 _ENDLESS_POSITIONS = 4096  # of a model without a limit of its own (ALiBi): what a terminal needs at most
+_MOST_CHARACTERS = 32  # that a token has in the mean: a longer text is refused before it is tokenised
 _SAMPLE_ID_BITS = 48
 _POSITIONS_AT_A_TIME = 128  # whose logits are held together
 _device_lock = threading.Lock()  # the device computes for one request, of all models
@@ -189,17 +190,31 @@ class Answerer:
         )
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a whole conversation, however long, up to where the answer follows.
+        """Token ids of a whole conversation up to where the answer follows.
 
-        Raises BadRow, a ValueError, when the template cannot show it.
+        Raises ValueError: it has more characters than could fit, or the template cannot show it.
         """
+        self._check_characters([message.content for message in messages])
         segments = self.template.segments(tuple(messages), None)
         return self.template.encode(segments, sys.maxsize).input_ids
 
     def encode_text(self, text: str) -> list[int]:
-        """Return the token ids of a bare text, as a row of the plain template begins."""
+        """Token ids of a bare text, as a row of the plain template begins.
+
+        Raises ValueError: it has more characters than could fit.
+        """
+        self._check_characters([text])
         plain = build_template("plain", self.tokenizer)
         return plain.encode([Segment(text, False)], sys.maxsize).input_ids
+
+    def _check_characters(self, texts: Sequence[str]) -> None:
+        """Raise ValueError where texts have too many characters to fit, each with a turn's marks."""
+        num_characters = sum(len(text) + _MOST_CHARACTERS for text in texts)
+        if num_characters > (most := _MOST_CHARACTERS * (self.max_length + 1)):
+            raise ValueError(
+                f"the prompt has {num_characters} characters, but prompt and answer together may have "
+                f"{self.max_length} tokens, some {most} characters; shorten it"
+            )
 
     def why_too_long(self, prompt_ids: list[int]) -> str:
         """Return why a prompt leaves no room for an answer, empty when it does."""

@@ -26,22 +26,23 @@ from serving.web_server import Emit, Guard, Refused, build_app, stream_from_thre
 
 _PAGE = Path(__file__).with_name("page")
 _OPEN_PATHS = ("/", *(f"/{path.name}" for path in _PAGE.iterdir()))
+_Text = Annotated[str, StringConstraints(min_length=0)]  # no half characters: pydantic looks for a length
 
 
 @dataclass
 class NewPair:
     """What POST /api/pairs takes: a prompt, or `draw` for one of the data; `follows` is the pair before."""
 
-    text: Annotated[str, StringConstraints(strip_whitespace=True)] = ""  # and no half characters
+    text: Annotated[_Text, StringConstraints(strip_whitespace=True)] = ""
     draw: bool = False
-    follows: str = ""
+    follows: _Text = ""
 
 
 @dataclass
 class Judgement:
     """What POST /api/judgements takes."""
 
-    pair: str
+    pair: _Text
     choice: Literal["a", "b", "tie", "both_bad"]
 
 

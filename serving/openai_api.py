@@ -3,6 +3,7 @@
 A field that is not honoured is refused by its name, unless it asks for nothing.
 """
 
+import asyncio
 import dataclasses
 import json
 import threading
@@ -14,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from starlette.concurrency import run_in_threadpool
 
 from common.data.example import Message
 from common.ranks.failures import first_line
@@ -22,6 +24,9 @@ from serving.text_stream import Answer
 from serving.web_server import Emit, Refused, Work, stream_from_thread
 
 MAX_ANSWERS, MAX_STOPS, MAX_LOGPROBS = 16, 4, 20
+MAX_PROMPTS = 256  # of one request
+MAX_STOP_CHARACTERS = 256  # each token of an answer is compared with all beginnings of a stop
+MAX_WAITING = 16  # requests that wait for their answers in one of the 40 threads; the others wait without
 # They name the asker, or say how tools would be called.
 _IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 # Values, beside 0 and empty ones, with which fields that we do not have ask for nothing.
@@ -33,7 +38,7 @@ _NOTHING = ("none", "auto", "default", {"type": "text"}, ["text"])
 class _Fields(BaseModel):
     """Fields of exactly these types and no others; what asks for nothing is dropped first."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="forbid", str_min_length=0)  # and no half characters
 
     @model_validator(mode="before")
     @classmethod
@@ -71,7 +76,7 @@ class _Request(_Fields):
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1)]],
+        list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]],
         BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
         Field(max_length=MAX_STOPS),
     ] = []
@@ -165,7 +170,12 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 class CompletionRequest(_Request):
     """What POST /v1/completions takes: texts or token ids to go on from."""
 
-    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1)] | list[TokenIds]
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
     max_tokens: int = Field(16, ge=0)
     num_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, alias="logprobs")
     echo: bool = False
@@ -228,6 +238,7 @@ def _score(model: Answerer, token_ids: list[int], num_top: int) -> TokenTexts:
 def add_openai_routes(app: FastAPI, models: Mapping[str, Answerer], default: Sampling) -> None:
     """Let an application answer OpenAI's clients; `default` stands in for fields that are left out."""
     created = int(time.time())
+    waiting = asyncio.Semaphore(MAX_WAITING)
 
     @app.get("/v1/models/{name:path}")
     def describe(name: str) -> dict[str, Any]:
@@ -243,16 +254,21 @@ def add_openai_routes(app: FastAPI, models: Mapping[str, Answerer], default: Sam
         return {"object": "list", "data": [describe(name) for name in models]}
 
     @app.post("/v1/chat/completions")
-    def chat(body: ChatRequest) -> Response:
+    async def chat(body: ChatRequest) -> Response:
         """Answer a conversation."""
-        describe(body.model)
-        return _respond(body, models[body.model], body.sampling(default))
+        return await respond(body)
 
     @app.post("/v1/completions")
-    def complete(body: CompletionRequest) -> Response:
+    async def complete(body: CompletionRequest) -> Response:
         """Continue texts or token ids."""
+        return await respond(body)
+
+    async def respond(body: ChatRequest | CompletionRequest) -> Response:
+        """Answer in a thread, of which enough are left for all other requests."""
         describe(body.model)
-        return _respond(body, models[body.model], body.sampling(default))
+        sampling = body.sampling(default)
+        async with waiting:
+            return await run_in_threadpool(_respond, body, models[body.model], sampling)
 
 
 def _encode(model: Answerer, asked: ChatRequest | CompletionRequest) -> list[list[int]]:

@@ -87,10 +87,12 @@ class Refused(HTTPException):
 
     def answer(self, path: str) -> JSONResponse:
         """Return `{"detail": ...}`, or what OpenAI's clients read where the path is theirs."""
-        content: dict[str, Any] = {"detail": self.detail}
+        detail = self.detail.encode(errors="backslashreplace").decode()  # half characters of a request
+        content: dict[str, Any] = {"detail": detail}
         if f"{path}/".startswith("/v1/"):
             kind = _OPENAI_KINDS.get(self.status_code, "invalid_request_error")
-            error = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
+            param = self.param and self.param.encode(errors="backslashreplace").decode()
+            error = {"message": detail, "type": kind, "param": param, "code": self.code}
             content = {"error": error}
         return JSONResponse(content, self.status_code, self.headers)
 

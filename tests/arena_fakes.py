@@ -88,9 +88,11 @@ def make_arena(path: Path, prompts: Iterator | None = None, **models: FakeModel)
     return BlindPairs(models, JudgementStore(path), sampling, prompts=prompts, generator=random.Random(0))
 
 
-def make_client(arena: BlindPairs, *, token: str = "", **more) -> TestClient:
+def make_client(
+    arena: BlindPairs, *, token: str = "", max_request_bytes: int = MAX_BYTES, **more
+) -> TestClient:
     """Return a client of the application on the loopback."""
-    app = create_app(arena, max_request_bytes=MAX_BYTES, token=token, is_local=True)
+    app = create_app(arena, max_request_bytes=max_request_bytes, token=token, is_local=True)
     return TestClient(app, base_url="http://localhost:8080", **more)
 
 

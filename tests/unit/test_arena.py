@@ -175,6 +175,7 @@ def test_a_disk_that_takes_nothing_is_said_and_the_judgement_can_be_sent_again(c
         ({"text": "refuse me"}, "the chat template refuses this dialogue"),
         ({"text": "\ud800"}, "unable to parse raw data as a unicode string"),
         ({"draw": True}, "without --data_path"),
+        ({"text": "Hi", "follows": "\ud800"}, "unable to parse raw data as a unicode string"),
         ({"text": 3}, "body.text 3: Input should be a valid string"),
     ],
 )

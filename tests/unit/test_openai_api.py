@@ -1,10 +1,16 @@
 """OpenAI's protocol: its own client against our application, what is honoured and what is refused."""
 
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
 import openai
 import pytest
 import torch
-from arena_fakes import END, FakeModel, make_arena, make_client
+from arena_fakes import END, FakeModel, make_arena, make_client, real_server
 
+from common.data.dialogue import Template
 from common.flags.args import Problems
 from serving.answering import Answerer, AnsweringArguments, Sampling, load_answerer, load_template
 
@@ -31,7 +37,8 @@ def ours(client) -> openai.OpenAI:
 
 def post(client, path="chat/completions", **body):
     body = {"model": "left"} | ({"messages": HI} if path == "chat/completions" else {}) | body
-    return client.post(f"/v1/{path}", json=body)
+    headers = {"content-type": "application/json"}
+    return client.post(f"/v1/{path}", content=json.dumps(body), headers=headers)  # half characters too
 
 
 # ---- OpenAI's own client
@@ -117,7 +124,7 @@ def test_log_probabilities_of_an_answer_have_its_end(ours):
     ("body", "param", "words"),
     [
         ({"prompt": [0x110000]}, "prompt", "the model has 1114112 tokens, none is 1114112"),
-        ({"prompt": [-1]}, "prompt.str", "body.prompt"),
+        ({"prompt": [-1]}, "prompt.constrained-str", "body.prompt"),
         ({"prompt": "x", "max_tokens": 0}, None, "leaves nothing to answer without echo"),
         ({"prompt": "x", "stream": True, "echo": True}, None, "not supported together with stream"),
         ({"tools": [{"type": "function"}]}, "tools", "tools [{'type': 'function'}]: Extra inputs"),
@@ -128,6 +135,18 @@ def test_log_probabilities_of_an_answer_have_its_end(ours):
         ({"messages": [*HI, {"role": "assistant", "content": "x"}]}, "messages", "must end with"),
         ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "messages.0.content.0.type", "text"),
         ({"messages": [{"role": "user", "content": "refuse me"}]}, "messages", "template refuses"),
+        ({"prompt": []}, "prompt.constrained-str", "body.prompt"),
+        ({"prompt": [[]]}, "prompt.constrained-str", "body.prompt"),
+        ({"prompt": ["x"] * 257}, "prompt.constrained-str", "body.prompt"),
+        ({"prompt": [[1]] * 257}, "prompt.constrained-str", "body.prompt"),
+        ({"stop": "x" * 257}, "stop.0", "at most 256 characters"),
+        ({"stop": ["a", ""]}, "stop.1", "at least 1 character"),
+        ({"stop": ["a"] * 5}, "stop", "at most 4 items"),
+        ({"stop": "\ud83d"}, "stop.0", "unable to parse raw data as a unicode string"),
+        ({"prompt": "\ud83d"}, "prompt.constrained-str", "unable to parse raw data as a unicode string"),
+        ({"messages": [{"role": "user", "content": "\ud83d"}]}, "messages.0.content.0.text", "unicode"),
+        ({"messages": [{"role": "\ud83d", "content": ""}]}, "messages.0.role", "unable to parse"),
+        ({"\ud83d": 1}, None, "body"),
     ],
 )  # fmt: skip
 def test_what_is_not_honoured_is_refused_by_its_name(client, models, body, param, words):
@@ -170,6 +189,29 @@ def test_errors_of_the_server_have_openais_form_too(client, models):
     assert client.post("/v1/chat/completions", content="[]").status_code == 400
 
 
+def test_state_and_votes_are_answered_while_all_answers_are_waited_for(tmp_path):
+    go_on = threading.Event()
+    slow = FakeModel("slow", lambda text: go_on.wait(60) and "done")
+    arena = make_arena(tmp_path / "a.sqlite3", slow=slow, fast=FakeModel("fast"))
+    app = make_client(arena).app
+    body = {"model": "slow", "messages": HI}
+    with real_server(app) as port, ThreadPoolExecutor(60) as threads:
+        url = f"http://localhost:{port}"
+        waiting = [
+            threads.submit(httpx.post, f"{url}/v1/chat/completions", json=body, timeout=60) for _ in range(60)
+        ]
+        try:
+            while not slow.asked:
+                pass
+            assert httpx.get(f"{url}/api/state", timeout=5).status_code == 200
+            assert httpx.get(f"{url}/v1/models", timeout=5).status_code == 200
+            judged = httpx.post(f"{url}/api/judgements", json={"pair": "none", "choice": "a"}, timeout=5)
+            assert judged.status_code == 404 and len(slow.asked) <= 16
+        finally:
+            go_on.set()
+        assert {answer.result().status_code for answer in waiting} == {200}
+
+
 # ---- a real model
 
 
@@ -177,6 +219,31 @@ def load(folder: str) -> Answerer:
     args = AnsweringArguments()
     template = load_template("--models", folder, args, Problems())
     return load_answerer(folder, template, args, Sampling(60))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", {"prompt": "x" * 5000}),
+        ("completions", {"prompt": ["ok", "x" * 5000]}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 5000}]}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}] * 200}),
+    ],
+)
+def test_a_text_that_cannot_fit_is_not_tokenised(path, body, tiny_model_folder, tmp_path, monkeypatch):
+    answerer = load(tiny_model_folder("llama"))
+    arena = make_arena(tmp_path / "a.sqlite3", tiny=answerer)
+    encode, lengths = Template.encode, []
+
+    def spy(self, segments, *more):
+        lengths.append(sum(len(segment.text) for segment in segments))
+        return encode(self, segments, *more)
+
+    monkeypatch.setattr(Template, "encode", spy)
+    client = make_client(arena, max_request_bytes=10**6)
+    error = post(client, path, model="tiny", **body)
+    assert error.status_code == 400 and "characters, but prompt and answer together" in error.text
+    assert max(lengths, default=0) < 5000
 
 
 def test_a_real_model_honours_the_seed_and_scores_its_own_words(tiny_model_folder, tmp_path):
