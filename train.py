@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from common.flags.args import Problems, flag, parse_args
 from common.flags.problems import has_hub_form
+from common.flags.streams import run_tool
 from common.runs.run_files import REPORT
 from tools.until_done import STOPPED, run_group
 from training_scripts.launch_table import DEPLOYMENTS, STEPS, find_script, run_flags, script_flags
@@ -237,4 +238,4 @@ def _with_underscores(word: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

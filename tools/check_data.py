@@ -23,9 +23,10 @@ from common.data.registry import import_plugins
 from common.data.stage_datasets import StageData, build_data
 from common.data.token_cache import TokenTable
 from common.flags.args import Problems, flag
+from common.flags.streams import run_tool
 from common.programs import conversation_form, startup
 from tools.step_flags import STEP_NAMES, StageArguments, parse_step_args
-from tools.terminal import CONSOLE, run_tool, visible
+from tools.terminal import CONSOLE, visible
 
 CONTEXT, LEARNED, REJECTED = "bright_black", "green", "red"
 SPECIAL = " reverse"  # behind one of these: it shows though its text be blank

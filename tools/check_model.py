@@ -30,6 +30,7 @@ from common.data.packed_batch import pack_rows, pad_rows, token_positions
 from common.data.registry import import_plugins
 from common.data.tokenizer import adds_bos, num_token_ids
 from common.flags.args import REQUIRED, Problems, TokenizerArguments, flag, parse_args
+from common.flags.streams import run_tool
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import cut_module, share_weights
@@ -41,7 +42,7 @@ from common.models.policy_model import PolicyModel
 from common.programs import model_checks, startup
 from common.ranks import distributed
 from common.ranks.failures import kind_and_line
-from tools.terminal import CONSOLE, run_tool, visible
+from tools.terminal import CONSOLE, visible
 
 TEXT = "The harbour woke slowly: two boats had come in with 340 crates of herring. Mind the ice, they called!"
 LENGTHS = (5, 23, 2, 41)  # tokens of the rows that are scored and continued

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from common.flags.streams import run_tool
+
 ROOT = Path(__file__).resolve().parents[1]
 IMPORTED = ("torch", "transformers", "deepspeed")  # their internals are used: another version is a problem
 OK, NOTE, PROBLEM = "ok", "note", "problem"
@@ -96,4 +98,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_tool(main)

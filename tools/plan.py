@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from common.flags.args import Problems
+from common.flags.streams import run_tool
 from common.flags.value_forms import TokenCaps
 from common.generation.tp_plans import working_tp_sizes
 from common.programs import startup
@@ -27,7 +28,6 @@ from common.ranks.failures import first_line
 from tools.memory_plan import TRAINING, Holdings, MemoryPlan
 from tools.planned_run import HERE, PlanArguments, Run, build_run, read_models, read_run
 from tools.step_flags import STEP_NAMES, parse_step_args
-from tools.terminal import run_tool
 from tools.traffic_plan import is_recomputed, plan_traffic
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from common.flags.streams import run_tool
 from common.runs.run_files import FINISHED_FILE, held_message, read_lock
 
 STOPPED = 75  # as the programs leave when a signal has stopped them
@@ -102,4 +103,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_tool(main)

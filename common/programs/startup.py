@@ -27,6 +27,7 @@ from common.engine.ds_config import effective_zero_stage, load_overrides
 from common.flags.args import Problems, RunArguments, parse_args
 from common.flags.optimizer import check_optimizer
 from common.flags.problems import has_hub_form, no_effect_notes
+from common.flags.streams import settle_streams
 from common.models.saved_adapters import base_of, is_adapter, tokenizer_of
 from common.programs.conversation_form import find_template
 from common.programs.memory_check import check_memory
@@ -321,21 +322,13 @@ def _leave_at_once(*_: Any) -> None:
     os._exit(130)
 
 
-def _drop_lost_output() -> None:
-    """Forget what cannot be written because its reader has gone: Python would leave with code 120 for it."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
 def run_program(program: Callable[[], None]) -> None:
     """Run a program's main function.
 
     Ctrl-C, a refused step, memory that ran out, and another rank's failure end in one line without a
     traceback.
     """
+    settle_streams()
     quiet_libraries()
     watchdog.tell_phases()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may have it ignored
@@ -364,6 +357,5 @@ def run_program(program: Callable[[], None]) -> None:
     finally:
         distributed.stop(code, cause)
         run_files.release_lock(code)
-        _drop_lost_output()
     if code:
         raise SystemExit(code)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.flags.args import Problems, flag, parse_args
+from common.flags.streams import run_tool
 from common.runs.run_files import REPORT
 from tools.report.diagnostics import find_diagnostics
 from tools.report.page import write_report
-from tools.terminal import run_tool
 
 
 @dataclass

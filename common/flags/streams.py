@@ -1,0 +1,64 @@
+"""Standard streams that end no program: closed, full, without a reader, of a narrow encoding. No torch."""
+
+import contextlib
+import errno
+import io
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+class _LostOutput(io.FileIO):
+    """A descriptor that drops what cannot be written, and says so once unless its reader has gone."""
+
+    is_lost = False
+
+    def write(self, data: bytes) -> int:
+        """Number of bytes of `data` that were written or dropped."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if not self.is_lost and error.errno != errno.EPIPE:
+                name = "standard output" if self.fileno() == 1 else "standard error"
+                self.is_lost = True
+                with contextlib.suppress(OSError):
+                    os.write(3 - self.fileno(), f"{name} cannot be written: {error.strerror}\n".encode())
+            return len(data)
+
+
+def settle_streams() -> None:
+    """Make standard input, output and error usable whatever they are; every program calls this first.
+
+    A closed one is the null device, what cannot be written is dropped, a letter that the encoding lacks is
+    spelled out. Streams that a caller has put in their place, as tests do, stay.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a file of a run would get its number
+        pass
+    os.close(descriptor)
+    if sys.stdin is None:
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is not getattr(sys, f"__{name}__"):
+            continue
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.flush()
+        lasting = io.TextIOWrapper(
+            io.BufferedWriter(_LostOutput(number, "w", closefd=False)),
+            encoding=getattr(stream, "encoding", None) or "utf-8",
+            errors="backslashreplace",
+            line_buffering=number == 2 or os.isatty(number),
+        )
+        setattr(sys, name, lasting)
+
+
+def run_tool(main: Callable[[], Any]) -> None:
+    """Run a tool's main function and leave with the exit code that it returns; Ctrl-C ends it in one line."""
+    settle_streams()
+    try:
+        raise SystemExit(main())
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        raise SystemExit(130) from None
