@@ -22,6 +22,7 @@ import inspect
 import json
 import math
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,6 @@ from common.data.dialogue import Template
 from common.data.example import ROLES, BadRow, Message
 from common.data.packed_batch import ROW_IDS, PackedBatch, pack_rows
 from common.data.registry import get_from, import_own_module
-from common.ranks.failures import kind_and_line
 from common.ranks.step_costs import COSTS
 from step3_ppo.rewards.text_rewards import quoted, read_number
 
@@ -196,8 +196,9 @@ class Environments:
         """Return what the environment says. Raises ConversationFailed for whatever it raises."""
         try:
             return method(*arguments)
-        except (Exception, SystemExit) as error:
-            raise ConversationFailed(f"{name} raised {kind_and_line(error)}") from error
+        except BaseException as error:  # pytest's `fail` is no Exception; Ctrl-C raises nothing here
+            what = traceback.format_exception_only(error)[-1].strip()  # where it has no text either
+            raise ConversationFailed(f"{name} raised {what}") from error
 
     def _checked_chat(self, method: str, messages: Any) -> Chat:
         """Return a copy of the messages. Raises ConversationFailed for what are none."""

@@ -27,6 +27,14 @@ class _LostOutput(io.FileIO):
             return len(data)
 
 
+class _LastingText(io.TextIOWrapper):
+    """A stream that a function of the user's cannot close."""
+
+    def close(self) -> None:
+        """Write what is held back."""
+        self.flush()
+
+
 def settle_streams() -> None:
     """Make standard input, output and error usable whatever they are; every program calls this first.
 
@@ -45,7 +53,7 @@ def settle_streams() -> None:
         if stream is not None:
             with contextlib.suppress(OSError):
                 stream.flush()
-        lasting = io.TextIOWrapper(
+        lasting = _LastingText(
             io.BufferedWriter(_LostOutput(number, "w", closefd=False)),
             encoding=getattr(stream, "encoding", None) or "utf-8",
             errors="backslashreplace",

@@ -9,6 +9,7 @@ a program, without torch). An `async def` is run for each batch in an event loop
 """
 
 import asyncio
+import copy
 import importlib
 import inspect
 import multiprocessing
@@ -154,14 +155,14 @@ def call(function: Callable[..., Any], batch: Answers) -> Checked:
     Raises RaisedError.
     """
     try:
-        values = function(batch.prompts, batch.responses, batch.rows)
+        # Copies: it may empty or change what it gets, and other rewards read the same rows.
+        values = function(list(batch.prompts), list(batch.responses), copy.deepcopy(batch.rows))
         if inspect.iscoroutine(values):
             values = asyncio.run(values)
         return checked_scores(values, batch)  # which runs a function that yields its scores
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
-        raise RaisedError(
-            f"raised {type(error).__name__}: {error}; let it return 0.0 for what it cannot judge"
-        ) from error
+    except BaseException as error:  # pytest's `fail` is no Exception; Ctrl-C is not raised in this thread
+        what = traceback.format_exception_only(error)[-1].strip()  # where it has no text either
+        raise RaisedError(f"raised {what}; let it return 0.0 for what it cannot judge") from error
 
 
 # ---- a process of --reward_processes

@@ -32,6 +32,8 @@ class Echo:
 
     def reset(self, row):
         self.row = row
+        if row.get("fails") == "interrupt":
+            raise KeyboardInterrupt
         if row.get("fails") == "reset":
             raise KeyError("no such row")
         row["messages"][0]["content"] += row.get("more", "")
@@ -186,6 +188,7 @@ def test_reset_may_begin_otherwise_than_the_row(echo, tiny_tokenizer):
     ("fields", "words"),
     [
         ({"fails": "reset"}, ["row rows:1, turn 0: reset raised KeyError: 'no such row'"]),
+        ({"fails": "interrupt"}, ["turn 0: reset raised KeyboardInterrupt"]),
         ({"said": []}, ["row rows:1, turn 1: step gave '[]' for messages", "or that it is over"]),
         ({"said": None}, ["step gave 'None' for messages"]),
         ({"said": ["Hi"]}, ["step gave the message 'Hi'", "a content and a role of system, user, assistant"]),

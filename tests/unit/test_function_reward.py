@@ -16,7 +16,7 @@ from step3_ppo.rewards.function_reward import FunctionReward, Worker, import_fun
 from step3_ppo.rewards.text_rewards import Answers, RewardError
 
 MODULE = """
-import asyncio, os, sys, threading, time
+import asyncio, math, os, sys, threading, time
 
 def length(prompts, responses, rows):
     triples = zip(prompts, responses, rows)
@@ -30,9 +30,38 @@ def behave(responses):
         raise KeyError("gold")
     if "leave" in responses:
         sys.exit("bye")
+    if "interrupt" in responses:
+        raise KeyboardInterrupt
+    if "fail" in responses:
+        import pytest
+        pytest.fail("not polite")
+    if "mute" in responses:
+        raise Mute
     if "die" in responses:
         os._exit(7)
     return [float("nan") if r == "nan" else None if r == "none" else 1.0 for r in responses]
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("I say nothing")
+
+class NoNumber:
+    def __float__(self):
+        raise GeneratorExit
+
+def no_numbers(prompts, responses, rows):
+    return [NoNumber()] * len(responses)
+
+def emptier(prompts, responses, rows):
+    number = len(responses)
+    rows[0].clear()
+    rows[-1].setdefault("facts", []).clear()
+    prompts.clear(), responses.clear(), rows.clear()
+    return [math.nan] * number
+
+def closer(prompts, responses, rows):
+    sys.stdout.close()
+    return [1.0] * len(responses)
 
 def plain(prompts, responses, rows):
     if "late" in responses:
@@ -126,6 +155,12 @@ def test_what_is_no_reward_function_is_told_at_start_up(target, words):
     [
         ("raise", ["raised KeyError: 'gold'", "prompt 'prompt 0'", "in behave"], 1),
         ("leave", ["raised SystemExit: bye"], 1),
+        ("leave", ["raised SystemExit: bye"], 0),
+        ("interrupt", ["raised KeyboardInterrupt"], 0),
+        ("interrupt", ["raised KeyboardInterrupt"], 1),
+        ("fail", ["raised Failed: not polite"], 0),
+        ("mute", ["raised own_rewards.Mute: <exception str() failed>"], 0),
+        ("mute", ["raised own_rewards.Mute: <exception str() failed>"], 1),
         ("nan", ["gave 'nan' for response 2 of 2", "response 'nan'"], 0),
     ],
 )
@@ -134,6 +169,25 @@ def test_a_function_that_fails_is_named_with_its_batch(bad, words, num_processes
         reward_of("plain", processes=num_processes).score(answers_of("good", bad))
     words = ["reward function:own_rewards:plain, for a batch of 2", *words]
     assert [word for word in words if word not in str(error.value)] == []
+
+
+def test_a_function_may_close_our_output(reward_of, tmp_path):
+    code = "from common.flags.streams import settle_streams; settle_streams(); import own_rewards; "
+    code += "own_rewards.closer([], ['r'], []); print('heard')"
+    path = os.pathsep.join([str(tmp_path), os.getcwd()])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert done.stdout == "heard\n", done.stderr
+
+
+def test_a_function_cannot_change_what_it_gets(reward_of):
+    answers = Answers(["p", "q"], ["r", "s"], [{"a": 1}, {"facts": [1]}])
+    with pytest.raises(RewardError, match="gave 'nan' for response 1 of 2, prompt 'p', response 'r'"):
+        reward_of("emptier").score(answers)
+    assert answers == Answers(["p", "q"], ["r", "s"], [{"a": 1}, {"facts": [1]}])
+    with pytest.raises(RewardError, match="raised GeneratorExit; let it return"):
+        reward_of("no_numbers").score(answers)
 
 
 @pytest.mark.parametrize(
