@@ -19,12 +19,14 @@ from torch import nn
 
 from common.data.tokenizer import num_token_ids
 from common.flags.args import REQUIRED, Problems, flag, parse_args
+from common.models.fingerprint import changed_models, fingerprint
 from common.models.loading import plain_model
 from common.models.policy_model import language_model
 from common.models.value_model import ValueModel
 from common.programs import conversation_form, startup, training_loop
 from common.runs.checkpoints import Checkpoint, find_checkpoints, newest_whole
 from common.runs.export import save_adapter, save_export
+from common.runs.resume import program_of
 from common.runs.saved_state import TensorReader
 from step1_sft.arguments import SFTArguments
 from step2_reward.arguments import RewardArguments
@@ -50,10 +52,17 @@ class CheckpointExportArguments:
 def read_flags(checkpoint: Checkpoint) -> Any:
     """Return the flags of the run as its program had them, the precision resolved."""
     saved = checkpoint.meta["args"]
-    kind = RewardArguments if "loss" in saved else SFTArguments
-    kind = PPOArguments if "actor_model_name_or_path" in saved else kind
+    kinds = {"step1_sft": SFTArguments, "step2_reward": RewardArguments, "step3_ppo": PPOArguments}
+    kind = kinds[program_of(saved).partition("/")[0]]
     known = {field.name for field in dataclasses.fields(kind)}
     return kind(**{n: v for n, v in saved.items() if n in known} | {"dtype": saved["resolved_dtype"]})
+
+
+def origins_of(flags: Any, part: str) -> list[str]:
+    """The flags of the models that a part of a checkpoint began from; the first has the tokenizer."""
+    if not isinstance(flags, PPOArguments):
+        return ["--model_name_or_path"]
+    return ["--actor_model_name_or_path", *(["--critic_model_name_or_path"] if part == "critic" else [])]
 
 
 def build_module(args: Any, tokenizer: Any, part: str) -> nn.Module:
@@ -113,13 +122,14 @@ def check(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         problems.add(f"--output {folder} is there already; give a folder that is not")
     problems.exit_if_any()
-    origin = "actor_model_name_or_path" if isinstance(flags, PPOArguments) else "model_name_or_path"
-    for name in {origin, "critic_model_name_or_path" if part == "critic" else origin}:
-        startup.check_model(f"the run's --{name}", getattr(flags, name), flags, problems, takes_adapter=True)
+    origins = origins_of(flags, part)
+    for flag_name in origins:
+        path = getattr(flags, flag_name.removeprefix("--"))
+        startup.check_model(f"the run's {flag_name}", path, flags, problems, takes_adapter=True)
     problems.exit_if_any()
-    path = getattr(flags, origin)
-    tokenizer = startup.check_tokenizer(f"the run's --{origin}", path, flags, problems)
-    conversation_form.find_template(f"the run's --{origin}", path, flags, tokenizer, problems)  # sets its EOS
+    origin, path = f"the run's {origins[0]}", getattr(flags, origins[0].removeprefix("--"))
+    tokenizer = startup.check_tokenizer(origin, path, flags, problems)
+    conversation_form.find_template(origin, path, flags, tokenizer, problems)  # sets its EOS
     problems.exit_if_any()
     return tokenizer
 
@@ -145,12 +155,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     trained = "actor" if isinstance(flags, PPOArguments) else "model"
     part = args.what if args.what in ("ema", "critic") else trained
     tokenizer = check(args, checkpoint, flags, part, problems)
+    state = checkpoint.meta["numbers"]
+    before = state["progress"].get("models", {})
+    now = {flag: fingerprint(getattr(flags, flag.removeprefix("--"))) for flag in origins_of(flags, part)}
+    for problem in changed_models(before, now):
+        problems.add(f"{checkpoint.folder}: {problem}")
+    problems.exit_if_any()
     with startup.as_problem(problems):
         module = build_module(flags, tokenizer, part)
         take_weights(module, checkpoint, part)
     is_scorer = isinstance(module, ValueModel)
     model = module.classifier if is_scorer else language_model(module)
-    metadata = build_metadata(flags, args.what, checkpoint.meta["numbers"])
+    metadata = build_metadata(flags, args.what, state)
     if "chat_template_kwargs" not in checkpoint.meta["args"]:  # of a version that read at the end of turn
         metadata.pop(conversation_form.READS_CLOSING, None)
     if args.what == "adapter":

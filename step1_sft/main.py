@@ -16,7 +16,6 @@ if not __package__:  # run as a script: import from the repository root, not fro
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from common.data.packed_batch import collate_sft
-from common.data.stage_datasets import build_data
 from common.data.tokenizer import num_token_ids
 from common.programs import single_model, startup, training_loop
 from common.ranks import watchdog
@@ -26,12 +25,11 @@ from step1_sft.sft_trainer import SFTTrainer
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Check everything, load, train, evaluate, export; `argv`: words in place of this process's."""
-    start = single_model.begin(SFTArguments, 1, __doc__.splitlines()[0], argv)
-    if start is None:
+    start, data = single_model.begin(SFTArguments, 1, __doc__.splitlines()[0], argv)
+    if data is None:
         return
     args = start.args
-    with startup.as_problem(start.problems), watchdog.phase("the preparation of the data"):
-        data = build_data(start.options, start.template)
+    with startup.as_problem(start.problems):
         groups = data.train.numbers("conversation")
         batches = single_model.build_global_batches(
             args, data.train, collate_sft, ["input_ids"], groups=groups

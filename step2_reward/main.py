@@ -21,7 +21,6 @@ if not __package__:  # run as a script: import from the repository root, not fro
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from common.data.packed_batch import collate_pairs
-from common.data.stage_datasets import build_data
 from common.data.tokenizer import num_token_ids
 from common.flags.args import Problems
 from common.models.saved_adapters import POOLING
@@ -51,14 +50,13 @@ def check_pooling(config: Any, args: RewardArguments, problems: Problems) -> Non
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Check everything, load, train, evaluate, export; `argv`: words in place of this process's."""
-    start = single_model.begin(RewardArguments, 2, __doc__.splitlines()[0], argv, check_pooling)
-    if start is None:
+    start, data = single_model.begin(RewardArguments, 2, __doc__.splitlines()[0], argv, check_pooling)
+    if data is None:
         return
     args = start.args
     kind = {"dpo": DPOTrainer, "kto": KTOTrainer, "reward": RewardTrainer}[args.kind]
     is_policy = kind is not RewardTrainer
-    with startup.as_problem(start.problems), watchdog.phase("the preparation of the data"):
-        data = build_data(start.options, start.template)
+    with startup.as_problem(start.problems):
         train, held_out = data.train, data.eval
         if args.is_unpaired:
             train, held_out = (MismatchedRows(rows, args.max_seq_len) for rows in (train, held_out))

@@ -83,10 +83,24 @@ def check_start_up(description: str, argv: Sequence[str] | None = None) -> PPOSt
     start.tokenizer = check_models(args, start.algorithm, start.rewards, problems)
     has_critic = start.algorithm is not None and start.algorithm.needs_critic
     start.notes += describe_places(args, model_paths(args, start.rewards, has_critic=has_critic), problems)
+    start.frozen = frozen_models(args, start.rewards)
     check_evaluation(args, start.options, start.rewards, problems, start.tokenizer)
     startup.finish_checks(start, "--actor_model_name_or_path")
     startup.print_note(*doubts_about_rewards(args, start.rewards))
     return start
+
+
+def frozen_models(args: PPOArguments, rewards: list[RewardSpec]) -> dict[str, str]:
+    """The path of each model that is used as it was loaded, the base of adapters too, by its flag."""
+    paths = {f"--reward {s.kind}:{s.target}": s.target for s in rewards if s.kind in ("model", "classifier")}
+    if args.teacher_model_name_or_path:
+        paths["--teacher_model_name_or_path"] = args.teacher_model_name_or_path
+    for role, flags in (("actor", args.actor), ("critic", args.critic)):
+        path = flags.model_name_or_path
+        is_reference = role == "actor" and not args.teacher_model_name_or_path
+        if path and (is_reference or flags.lora_dim or is_adapter(path)):
+            paths[f"--{role}_model_name_or_path"] = path
+    return paths
 
 
 def check_flags(args: PPOArguments, num_ranks: int, dtype: str, problems: Problems) -> None:

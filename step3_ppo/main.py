@@ -20,7 +20,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
 
 from common.data.global_batches import GlobalBatches
 from common.data.packed_batch import collate_prompts, collate_texts
-from common.data.stage_datasets import StageData, build_data, build_pretraining
+from common.data.stage_datasets import StageData, build_pretraining
 from common.models.policy_model import language_model
 from common.programs import conversation_form, startup
 from common.programs.training_loop import (
@@ -143,7 +143,10 @@ def build_run(start: PPOStart, trainer: PPOTrainer, prompts: GlobalBatches, data
     if trainer.ref_average:
         parts["ref_ema"] = trainer.ref_average
     parts["trainer"] = TrainerState(trainer)
-    return Run(args, start.earlier, trainer.logger, data, rows, parts, steps_per_epoch=len(prompts))
+    steps = len(prompts)
+    return Run(
+        args, start.earlier, trainer.logger, data, rows, parts, steps_per_epoch=steps, frozen=start.frozen
+    )
 
 
 def train(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
@@ -217,13 +220,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Check everything, load, train, export; `argv`: words in place of this process's."""
     # ---- flags and checks: no model yet -----------------------------------------------------------------
     start = check_start_up(__doc__.splitlines()[0], argv)
-    if not startup.enter(start):
+    data = startup.enter(start)
+    if data is None:
         return
     args, problems = start.args, start.problems
 
     # ---- data -------------------------------------------------------------------------------------------
     with startup.as_problem(problems), watchdog.phase("the preparation of the data"):
-        data = build_data(start.options, start.template)
         prompts = GlobalBatches(
             data.train,
             collate_prompts,

@@ -93,6 +93,7 @@ class PPOTrainer:
             max_gap = math.inf if self.open_step.means else self.rollout.max_gap
             try:
                 if self.update(self.open_step, self.losses.update, micro_batches, max_gap):
+                    run.num_updates += 1
                     if has_text_steps(self.args):
                         self.update(self.open_step, self.losses.update_by_text)
                     run_hooks("after_update", self, micro_batches)

@@ -150,7 +150,10 @@ def build_cached(
         return folder
 
     folder = make_on_first_rank(make)
-    report = DataReport(**json.loads((folder / REPORT_NAME).read_text()))
+    try:
+        report = DataReport(**json.loads((folder / REPORT_NAME).read_text()))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{folder / REPORT_NAME} is none of ours ({error}); remove its folder") from error
     report.cache_folder, report.from_cache = str(folder), not any(was_built)
     report.check_bad_rows(max_bad_rows)
     return folder, report

@@ -40,7 +40,7 @@ def read_adapter_config(path: str) -> dict[str, Any]:
     """Return what adapter_config.json says. Raises ValueError when it cannot be read, or is no LoRA's."""
     try:
         config = json.loads((Path(path) / ADAPTER_CONFIG).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{Path(path) / ADAPTER_CONFIG} cannot be read: {error}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None

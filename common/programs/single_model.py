@@ -40,8 +40,8 @@ def begin(
     description: str,
     argv: Sequence[str] | None,
     check: Callable[[Any, Any, Problems], None] | None = None,
-) -> Start | None:
-    """Return the start of step `stage` (1 or 2) by its command line; None where there is nothing to do.
+) -> tuple[Start, StageData | None]:
+    """Return the start of step `stage` (1 or 2) by its command line, and its data: see `startup.enter`.
 
     `argv` are its words, None for this process's. `check(model's configuration, flags, problems)` adds a
     step's own problems. Leaves with all problems where there are any.
@@ -72,7 +72,9 @@ def begin(
     startup.finish_checks(start, flag)
     rows = args.per_device_train_batch_size
     start.ds_config = config_of(args, zero_stage=args.zero_stage, offload=args.offload, micro_batch_size=rows)
-    return start if startup.enter(start) else None
+    if is_adapter(args.model_name_or_path) or args.lora_dim or getattr(args, "kind", "reward") != "reward":
+        start.frozen[flag] = args.model_name_or_path
+    return start, startup.enter(start)
 
 
 def build_global_batches(
@@ -195,7 +197,8 @@ def train(
     args, logger = start.args, trainer.logger
     rows = {"--per_device_train_batch_size x --gradient_accumulation_steps": batches.global_rows}
     parts = {"model": EngineState(trainer.engine)} | (parts or {})
-    run = Run(args, start.earlier, logger, data, rows, parts, steps_per_epoch=len(batches))
+    steps = len(batches)
+    run = Run(args, start.earlier, logger, data, rows, parts, steps_per_epoch=steps, frozen=start.frozen)
     eval_clock = IntervalClock(args.eval_interval, len(batches))
 
     def evaluate(step: int) -> None:
@@ -224,6 +227,7 @@ def train(
     def train_step(step: int) -> None:
         with watchdog.phase("the training step", step):
             trainer.train_step(step, next(batches))
+        run.num_updates += 1
 
     run_steps(run, train_step, evaluate)
     if args.output_dir:

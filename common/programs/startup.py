@@ -21,20 +21,29 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from common.data.data_options import DataOptions, check_sources
 from common.data.dialogue import Template
 from common.data.registry import import_plugins
-from common.data.stage_datasets import preview_rows
+from common.data.stage_datasets import StageData, build_data, preview_rows
 from common.data.tokenizer import load_tokenizer
 from common.engine.ds_config import effective_zero_stage, load_overrides
 from common.flags.args import Problems, RunArguments, parse_args
 from common.flags.optimizer import check_optimizer
 from common.flags.problems import has_hub_form, no_effect_notes
 from common.flags.streams import settle_streams
+from common.models.fingerprint import changed_models, fingerprint
 from common.models.saved_adapters import base_of, is_adapter, tokenizer_of
 from common.programs.conversation_form import find_template
 from common.programs.memory_check import check_memory
 from common.ranks import distributed, watchdog
-from common.ranks.failures import StepRefused, TooManyBadSteps, first_line, say
+from common.ranks.failures import (
+    StepRefused,
+    TooManyBadSteps,
+    cure_of_write,
+    first_line,
+    has_lost_ranks,
+    say,
+)
 from common.runs import run_files
-from common.runs.durable_files import SaveFailed
+from common.runs.durable_files import SaveFailed, read_if_whole
+from common.runs.export import read_metadata
 from common.runs.resume import EarlierRun, find_run, settle_dtype
 from common.runs.run import STOPPED, Stopped
 from common.runs.run_logger import missing_trackers
@@ -64,6 +73,7 @@ class Start:
     template: Template | None = None
     earlier: EarlierRun = field(default_factory=EarlierRun)
     ds_config: dict[str, Any] = field(default_factory=dict)  # of steps 1 and 2, which train one model
+    frozen: dict[str, str] = field(default_factory=dict)  # by its flag, what is not trained
 
 
 def read_flags(
@@ -90,6 +100,8 @@ def finish_checks(start: Start, flag: str) -> None:
     start.template, notes = find_template(flag, name, args, start.tokenizer, problems)
     start.earlier = find_run(args, problems)
     problems.exit_if_any()
+    if not args.output_dir:
+        print_note("without --output_dir nothing is saved: no model, no checkpoint, no metrics")
     print_notes(args, start.argv)
     print_note(*start.notes, *notes)
 
@@ -200,6 +212,15 @@ def check_model(
     """
     if not name_or_path:
         return None
+    folder = Path(name_or_path)
+    if closed := _closed_path(folder):
+        problems.add(f"{flag} {closed} may not be read by this user; chmod -R a+rX {folder}, by its owner")
+        return None
+    try:
+        read_metadata(name_or_path)
+    except ValueError as error:
+        problems.add(f"{flag}: {error}; remove the file, or save the model again")
+        return None
     if is_adapter(name_or_path):
         if not takes_adapter:
             problems.add(
@@ -211,7 +232,6 @@ def check_model(
         with problems.catch():
             return check_model(flag, base_of(name_or_path), args, problems)
         return None
-    folder = Path(name_or_path)
     if folder.is_dir() and not (folder / "config.json").exists():
         near = folder / "export"
         is_run = (near / "config.json").exists()
@@ -225,6 +245,15 @@ def check_model(
         why = "there is no such folder" if is_absent else first_line(error)
         problems.add(f"{flag} {name_or_path} is neither a model folder nor a hub model at hand: {why}")
         return None
+
+
+def _closed_path(folder: Path) -> Path | None:
+    """What of a model's folder this user may not read: the first file, or the folder itself."""
+    try:
+        files = sorted(folder.iterdir()) if folder.is_dir() else []
+    except PermissionError:
+        return folder
+    return next((file for file in files if not os.access(file, os.R_OK)), None)
 
 
 def check_tokenizer(
@@ -258,27 +287,30 @@ def print_note(*texts: str) -> None:
 @contextlib.contextmanager
 def as_problem(problems: Problems) -> Iterator[None]:
     """Turn a user's error in the block into the one message and exit code 2: a ValueError, or an OSError that
-    names a file.
+    names a file. One that other ranks' end has caused is passed on: it is none of the user's.
     """
     try:
         yield
     except (ValueError, OSError) as error:
+        if has_lost_ranks(error):
+            raise
         text = str(error)
         if isinstance(error, OSError):
             if error.filename is None:  # a connection's, or one that others tell
                 raise
             text = (
-                f"{error.filename} cannot be used ({error.strerror}); make room, or give another place by "
-                "--output_dir, --data_output_path or the flag that names it"
+                f"{error.filename} cannot be used ({error.strerror}); {cure_of_write(error)}, or give "
+                "another place by --output_dir, --data_output_path or the flag that names it"
             )
         problems.add(text)
         problems.exit_if_any()
 
 
-def enter(start: Start) -> bool:
-    """Return whether there is a run to make: not under --dry_run, nor where an earlier one has finished.
+def enter(start: Start) -> StageData | None:
+    """The data of the run to make; None under --dry_run, and where the same run has finished.
 
-    Then --output_dir is this run's until the process ends, and the process is one of a group.
+    --output_dir is this run's until the process ends, and the process is one of a group. Leaves where a run
+    of other data or frozen models has finished there.
     """
     args, earlier = start.args, start.earlier
     if args.dry_run:
@@ -289,12 +321,9 @@ def enter(start: Start) -> bool:
             if start.ds_config:
                 resolved["deepspeed_config_resolved"] = start.ds_config
             print(json.dumps(resolved, indent=2, sort_keys=True))
-        return False
-    if earlier.finished:
-        if distributed.is_main():
-            print(earlier.finished)
-        return False
-    check_memory(start.options.stage, start.argv)
+        return None
+    if not earlier.finished:
+        check_memory(start.options.stage, start.argv)
     if distributed.is_main():
         with as_problem(start.problems):
             run_files.take_lock(args.output_dir)
@@ -302,7 +331,23 @@ def enter(start: Start) -> bool:
         _fix_orders_of_sums()
     distributed.start(args.local_rank, args.collective_timeout)
     transformers.set_seed(args.seed % 2**32)  # alike on all ranks: new weights must be equal everywhere
-    return True
+    with as_problem(start.problems), watchdog.phase("the preparation of the data"):
+        data = build_data(start.options, start.template)
+        if not earlier.finished:
+            return data
+        started = read_if_whole(Path(args.output_dir) / run_files.RUN_FILE, starts=list).get("starts") or [{}]
+        if started[-1].get("data_key", data.key) != data.key:
+            start.problems.add(
+                f"the data have changed since the run in {args.output_dir} finished: choose another "
+                "--output_dir, or begin anew by --resume overwrite"
+            )
+        now = {flag: fingerprint(path) for flag, path in start.frozen.items()}
+        for problem in changed_models(started[-1].get("models", {}), now):
+            start.problems.add(f"the run in {args.output_dir} has finished; {problem}")
+    start.problems.exit_if_any()
+    if distributed.is_main():
+        print(earlier.finished)
+    return None
 
 
 def _fix_orders_of_sums() -> None:

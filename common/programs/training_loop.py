@@ -15,7 +15,7 @@ from common.models.saved_adapters import POOLING
 from common.models.value_model import ValueModel, load_value_model
 from common.programs.startup import Start
 from common.ranks import distributed
-from common.ranks.failures import StepRefused
+from common.ranks.failures import StepRefused, TooManyBadSteps
 from common.ranks.step_costs import COSTS
 from common.runs.export import save_adapter, save_export
 from common.runs.run import Run
@@ -84,7 +84,8 @@ def saved_model(model: nn.Module) -> nn.Module:
 def run_steps(run: Run, train_step: Callable[[int], None], evaluate: Callable[[int], None]) -> None:
     """Take the steps that are left; after each `evaluate`, as far as it is due, and let the run save or stop.
 
-    Every rank must call this. Raises Stopped, and TooManyBadSteps with the state saved.
+    Every rank must call this. Raises Stopped, and TooManyBadSteps with the state saved: also where no step
+    has changed the model.
     """
     while run.step < run.logger.num_steps:
         step, refusal = run.step + 1, None
@@ -97,6 +98,11 @@ def run_steps(run: Run, train_step: Callable[[int], None], evaluate: Callable[[i
             run.refuse(step, refusal)
         evaluate(step)
         run.point(step)
+    if not run.num_updates:
+        raise TooManyBadSteps(
+            f"none of the {run.step} steps changed the model, so nothing is exported; correct what the lines "
+            "above name, then begin anew by --resume overwrite"
+        )
 
 
 def save_model(start: Start, logger: RunLogger, module: nn.Module, metadata: dict[str, Any]) -> None:

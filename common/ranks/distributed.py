@@ -35,9 +35,11 @@ ALLOCATOR_VARIABLES = {f"PYTORCH_{kind}ALLOC_CONF" for kind in ("", "CUDA_", "HI
 # There where its driver is; the second on WSL.
 NVIDIA_DRIVER = ("/dev/nvidiactl", "/usr/lib/wsl/lib/nvidia-smi")
 CANNOT_JOIN = 2  # exit code, as of bad input
+JOIN_SECONDS = 45.0  # for all ranks of a machine to come; 40 times that for those of several
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 T = TypeVar("T")
 _host_group: dist.ProcessGroup | None = None  # of gloo beside nccl's world; None: the world is gloo's
-_early_store: dist.Store | None = None  # rank 0's serves the others as long as it is kept
+_store: dist.Store | None = None  # rank 0's serves the others as long as it is kept
 # What has a `release()` and must not outlive the process group: nccl does not end a communicator before the
 # last CUDA graph with one of its collectives is gone.
 RELEASED_AT_STOP: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -72,10 +74,27 @@ def start(local_rank: int = -1, collective_timeout: float = 1800.0) -> None:
         # Groups that are made later, ZeRO's too, go by these.
         dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = limit
         with _joining():
-            deepspeed.init_distributed(backend, verbose=False, timeout=limit)
+            store = _join()
         if world_size() > 1:
-            _host_group = dist.new_group(backend="gloo") if backend == "nccl" else None
-            watchdog.start(collective_timeout)
+            watchdog.start(store, rank(), world_size(), collective_timeout)
+        group = dist.PrefixStore("world", store)
+        dist.init_process_group(backend, store=group, rank=rank(), world_size=world_size(), timeout=limit)
+        deepspeed.init_distributed(backend, verbose=False, timeout=limit)
+        if world_size() > 1 and backend == "nccl":
+            _host_group = dist.new_group(backend="gloo")
+
+
+def _join() -> dist.Store:
+    """The store of the group, once every rank has come to it. Raises DistError: one does not come in time."""
+    global _store
+    if _store is None:
+        is_one_machine = num_ranks_here() == world_size() or os.environ["MASTER_ADDR"] in LOOPBACK
+        limit = timedelta(seconds=JOIN_SECONDS if is_one_machine else 40 * JOIN_SECONDS)
+        _store = next(dist.rendezvous("env://", timeout=limit))[0]
+        _store.set(f"rank {rank()} is here", "")
+        for other in range(world_size()):
+            _store.wait([f"rank {other} is here"], limit)
+    return _store
 
 
 @contextlib.contextmanager
@@ -86,8 +105,8 @@ def _joining() -> Iterator[None]:
         rank, address, port = (os.environ[name] for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
         say(
             f"error: rank {rank} cannot join the others at MASTER_ADDR={address} MASTER_PORT={port} "
-            f"({first_line(error)}); choose a port that nobody uses (deepspeed --master_port), and see "
-            "that all machines reach that address"
+            f"({first_line(error)}); see whether another rank has ended and why, choose a port that nobody "
+            "uses (deepspeed --master_port), and see that all machines reach that address"
         )
         raise SystemExit(CANNOT_JOIN) from error
 
@@ -97,28 +116,29 @@ def text_of_first_rank(key: str, make: Callable[[], str]) -> str:
 
     Rank 0 returns once all have the text. Leaves with exit code 2 where the others cannot be joined.
     """
-    global _early_store
     if world_size() == 1:
         return make()
     with _joining():
-        _early_store = _early_store or next(dist.rendezvous("env://"))[0]
+        store = _join()
         if rank() == 0:
-            _early_store.set(key, make())
-        text = _early_store.get(key).decode()
-        if _early_store.add(f"{key}: readers", 1) == world_size():
-            _early_store.set(f"{key}: is read", "")
+            store.set(key, make())
+        text = store.get(key).decode()
+        if store.add(f"{key}: readers", 1) == world_size():
+            store.set(f"{key}: is read", "")
         if rank() == 0:  # it may be about to leave, and the store with it
-            _early_store.wait([f"{key}: is read"])
+            store.wait([f"{key}: is read"])
         return text
 
 
 def stop(code: int = 0, cause: BaseException | None = None) -> None:
     """Leave the process group; `code` is what this process is about to exit with, because of `cause`."""
+    global _store
     watchdog.say_goodbye(code, cause)
     for holder in list(RELEASED_AT_STOP):
         holder.release()
     if dist.is_initialized():
         dist.destroy_process_group()
+    _store = None
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+NO_ROOM = ("No space left", "Disk quota exceeded", "File too large")
 COMMUNICATION = ("/gloo/", "gloo::", "NCCL error", "ncclRemoteError", "ncclSystemError")
 
 
@@ -54,6 +55,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
+
+
+def cure_of_write(error: BaseException) -> str:
+    """What a user can do about a file that could not be written."""
+    if isinstance(error, PermissionError) or "Permission denied" in str(error):
+        return "get the right to write there"
+    if any(words in str(error) for words in NO_ROOM):
+        return "make room"
+    return "see what the disk says"
 
 
 def has_lost_ranks(error: BaseException | None) -> bool:

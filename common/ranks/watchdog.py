@@ -89,13 +89,12 @@ def phase(name: str, step: int | None = None, *, clock: str = "") -> Iterator[No
         _position = before if _depth else mine._replace(is_over=True)
 
 
-def start(collective_timeout: float) -> None:
-    """Begin to watch. Every rank of a world of more than one must call this, once it is in the group."""
+def start(store: dist.Store, rank: int, world_size: int, collective_timeout: float) -> None:
+    """Begin to watch. Every rank of a world of more than one must call this, once it is at the store."""
     global _detector
-    store = dist.distributed_c10d._get_default_store()
     stores = tuple(dist.PrefixStore("triptych", store.clone()) for _ in range(2))
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     _detector = FailureDetector(rank, world_size, collective_timeout, lambda: str(_position), stores)
+    _detector.tell_position()  # a rank that has never beaten is not missed
     _detector.start()
     # A program that does not go through run_program.
     atexit.register(lambda: say_goodbye(int(hasattr(sys, "last_value"))))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common.ranks import distributed
+from common.ranks.failures import has_lost_ranks
 from common.runs.durable_files import WRITING, SaveFailed, publish_folder, remove_folder, sync
 from common.runs.saved_state import Stateful, TensorReader, write_slices
 
@@ -69,10 +70,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         text, expected, meta = outer["content"], outer["sha256"], json.loads(outer["content"])
     except OSError as error:
         raise ValueError(f"{META} cannot be read: {error.strerror}") from error
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{META} is not one of ours, or torn") from error
     if hashlib.sha256(text.encode()).hexdigest() != expected:
         raise ValueError(f"{META} has changed since it was written (its SHA-256 differs)")
+    if not isinstance(meta, dict) or not {"args", "numbers", "files"} <= meta.keys():
+        raise ValueError(f"{META} is not one of ours: it has no args, numbers or files")
     if meta.get("format") != FORMAT:
         raise ValueError(
             f"its format is {meta.get('format')}, this program reads {FORMAT}: resume it with the code that "
@@ -136,7 +139,7 @@ def save_checkpoint(
     except Exception as error:  # safetensors and Python each have their own for a full disk
         if is_main:
             shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, SaveFailed):  # of another rank
+        if isinstance(error, SaveFailed) or has_lost_ranks(error):  # another rank's
             raise
         raise SaveFailed(f"rank {distributed.rank()} failed: {error}") from error
     if is_main and save_total_limit:

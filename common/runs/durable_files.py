@@ -47,13 +47,32 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object that a file holds, {} where there is none or it cannot be read."""
+def read_object(path: Path, **kinds: type) -> dict[str, Any]:
+    """The JSON object that a file holds, {} where there is no file.
+
+    Raises ValueError, which names the file: it cannot be read, holds something else, or has a value under one
+    of the names that is not of the kind that `kinds` says.
+    """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    return found if isinstance(found, dict) else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object, so it is none of ours")
+    for name, kind in kinds.items():
+        if not isinstance(content.get(name), kind | None):
+            raise ValueError(f"{path} has {content[name]!r} under {name!r}, so it is none of ours")
+    return content
+
+
+def read_if_whole(path: Path, **kinds: type) -> dict[str, Any]:
+    """As `read_object`, {} where that raises: of files that a crash may tear, or that nothing depends on."""
+    try:
+        return read_object(path, **kinds)
+    except ValueError:
+        return {}
 
 
 def write_file(path: Path, text: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -24,8 +25,9 @@ from common.models.loading import plain_model
 from common.models.lora import TrainedWeight, trained_weights
 from common.models.saved_adapters import ADAPTER_CONFIG, POOLING
 from common.ranks import distributed, watchdog
+from common.ranks.failures import cure_of_write, first_line, has_lost_ranks, kind_and_line
 from common.ranks.zero3 import gather_whole
-from common.runs.durable_files import WRITING, SaveFailed, publish_folder, without_nan
+from common.runs.durable_files import WRITING, SaveFailed, publish_folder, read_object, without_nan
 from common.runs.older_readers import add_older_names, add_older_tokenizer_names
 
 METADATA_FILE = "triptych.json"
@@ -143,9 +145,12 @@ def _replace(
     except Exception as error:  # safetensors, tokenizers and Python each have their own for a full disk
         if distributed.is_main():
             shutil.rmtree(temporary, ignore_errors=True)
+        if has_lost_ranks(error):
+            raise
         raise SaveFailed(
-            f"{folder} could not be written ({type(error).__name__}: {error}); what was there before is as "
-            "it was. Make room, then give the same command: it resumes from the last checkpoint"
+            f"{folder} could not be written ({kind_and_line(error)}); what was there before is as it was. "
+            f"{cure_of_write(error).capitalize()}, then give the same command: it resumes from the last "
+            "checkpoint"
         ) from error
 
 
@@ -298,7 +303,26 @@ def save_adapter(
     _replace(Path(folder), fill, tokenizer, metadata)
 
 
+def damage_of_export(folder: Path) -> str:
+    """What an export or adapter lacks to be loaded, as its files' names and headers tell; "" for nothing."""
+    weights = sorted(folder.glob("*.safetensors"))
+    try:
+        index = read_object(folder / "model.safetensors.index.json", weight_map=dict)
+        missing = {*index.get("weight_map", {}).values()} - {path.name for path in weights}
+        configs = [read_object(folder / name) for name in ("config.json", ADAPTER_CONFIG)]
+        if missing or not (weights and any(configs)):
+            return f"{folder} lacks {', '.join(sorted(missing)) or 'weights or configuration'}"
+        for path in weights:
+            with safe_open(path, "pt"):
+                pass
+    except (ValueError, OSError, SafetensorError) as error:
+        return f"{folder} is damaged ({first_line(error)})"
+    return ""
+
+
 def read_metadata(folder: str) -> dict[str, Any]:
-    """Return what triptych.json says of an export, {} for a model of another origin."""
-    path = Path(folder) / METADATA_FILE
-    return json.loads(path.read_text()) if path.exists() else {}
+    """What triptych.json says of an export, {} for a model of another origin.
+
+    Raises ValueError, which names the file: it is none of ours.
+    """
+    return read_object(Path(folder) / METADATA_FILE, template=str, chat_template_kwargs=str, step=str)

@@ -1,6 +1,7 @@
 """What --output_dir holds of an earlier run, and whether this one resumes it."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from common.flags.other_names import REMOVED, rename_flags
 from common.models.model_flops import faster_dtype
 from common.ranks import distributed
 from common.runs.checkpoints import FOLDER, Checkpoint, find_checkpoints
-from common.runs.durable_files import read_object
+from common.runs.durable_files import WRITING, read_if_whole, read_object
+from common.runs.export import damage_of_export
 from common.runs.run_files import ARGS_FILE, FINISHED_FILE, LOCK_FILE
 
 # What a launch script or the demo may have put into the folder before the program starts.
@@ -39,16 +41,26 @@ def find_run(args: Any, problems: Problems) -> EarlierRun:
     if args.resume == "never" or not (folder / ARGS_FILE).is_file():
         _refuse_other_files(folder, problems, ", or give --resume overwrite to replace it")
         return EarlierRun()
-    finished, flags = read_object(folder / FINISHED_FILE), read_object(folder / ARGS_FILE)
+    try:
+        finished = read_object(folder / FINISHED_FILE, steps=int, exports=list)
+        flags = read_object(folder / ARGS_FILE)
+    except ValueError as error:
+        problems.add(f"{error}; --resume overwrite starts anew")
+        return EarlierRun()
+    notes = []
     if finished and all(getattr(args, name) == flags.get(name) for name in LENGTH_FLAGS):
-        text = f"the run in {folder} has finished: {finished['steps']} steps; its models are in"
-        return EarlierRun(finished=f"{text} {folder}/export. --resume overwrite starts it anew")
+        exports = [folder / name for name in finished.get("exports", ["export"])]
+        if not (damage := "; ".join(filter(None, map(damage_of_export, exports)))):
+            compare_flags(args, flags, str(folder), problems)
+            text = f"the run in {folder} has finished: {finished.get('steps')} steps; its models are in"
+            return EarlierRun(finished=f"{text} {folder}/export. --resume overwrite starts it anew")
+        notes.append(f"{damage}: it is written again")
     found, doubts = find_checkpoints(folder)
-    notes = [f"{doubt}; it is passed over" for doubt in doubts]
+    notes += [f"{doubt}; it is passed over" for doubt in doubts]
     if found:
         notes += compare_flags(args, found[0].meta["args"], str(found[0].folder), problems)
     elif doubts or finished:
-        why = "; ".join(doubts) or "it has finished without one"
+        why = "; ".join([*doubts, *notes]) or "it has finished without one"
         problems.add(f"{why}. No checkpoint of {folder} can be used: --resume overwrite starts anew")
     else:
         notes += compare_flags(args, flags, str(folder), problems)
@@ -80,7 +92,7 @@ def resumed_dtype(args: Any) -> str:
     if earlier.checkpoints:
         return earlier.checkpoints[0].meta["args"]["resolved_dtype"]
     flags = (
-        read_object(Path(args.output_dir) / ARGS_FILE) if args.output_dir and args.resume == "auto" else {}
+        read_if_whole(Path(args.output_dir) / ARGS_FILE) if args.output_dir and args.resume == "auto" else {}
     )
     return flags.get("resolved_dtype", "")
 
@@ -100,16 +112,27 @@ def _named_run(args: Any, folder: Path | None, problems: Problems) -> EarlierRun
 
 
 def _refuse_other_files(folder: Path, problems: Problems, cure: str = "") -> None:
-    left = sorted(p.name for p in folder.iterdir() if p.name not in FOREIGN_FILES) if folder.is_dir() else []
+    left = sorted(folder.iterdir()) if folder.is_dir() else []
+    left = [p.name for p in left if p.name not in FOREIGN_FILES and p.suffix != WRITING]
     if left:
         names = ", ".join(left[:3])
         problems.add(f"--output_dir {folder} holds {names} of an earlier run; choose another folder{cure}")
+
+
+def program_of(flags: Mapping[str, Any]) -> str:
+    """The program that has these flags."""
+    if "actor_model_name_or_path" in flags:
+        return "step3_ppo/main.py"
+    return "step2_reward/main.py" if "loss" in flags else "step1_sft/main.py"
 
 
 def compare_flags(args: Any, saved: dict[str, Any], origin: str, problems: Problems) -> list[str]:
     """Add a problem for flags that differ from a saved run's and may not; return notes on those that may."""
     notes = []
     saved = rename_flags(saved)
+    if (program := program_of(saved)) != program_of(vars(args)):
+        problems.add(f"{origin} is of a run of {program}; choose another --output_dir")
+        return []
     for name in REMOVED.keys() & saved.keys():
         if saved[name] != REMOVED[name]:
             problems.add(

@@ -21,6 +21,7 @@ import torch
 from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.data.stage_datasets import StageData
 from common.flags.value_forms import Interval
+from common.models.fingerprint import changed_models, fingerprint
 from common.models.four_bit import whole_shape
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused, TooManyBadSteps, say
@@ -29,11 +30,12 @@ from common.runs.checkpoints import FOLDER, checkpoint_name, checkpoint_order, l
 from common.runs.durable_files import (
     SaveFailed,
     json_line,
-    read_object,
+    read_if_whole,
     remove_leftovers,
     without_nan,
     write_file,
 )
+from common.runs.export import METADATA_FILE
 from common.runs.resume import EarlierRun
 from common.runs.run_logger import ROOT, RunLogger
 from common.runs.saved_state import RandomState, Stateful, TensorReader
@@ -54,6 +56,7 @@ class Run(Stateful):
 
     Its own part of a checkpoint is how far it is. `parts` are the others. `rows` has the rows of a step, and
     of an optimizer step, over all ranks, by the flags whose product with the number of ranks they are.
+    `frozen` has the path of each model that is not in a checkpoint, by its flag.
     """
 
     def __init__(
@@ -66,11 +69,16 @@ class Run(Stateful):
         parts: Mapping[str, Stateful],
         *,
         steps_per_epoch: int,
+        frozen: Mapping[str, str] | None = None,
     ) -> None:
         self.args, self.earlier, self.logger, self.data, self.rows = args, earlier, logger, data, rows
-        self.step, self.num_refused = 0, 0  # steps that are done, and those of them that were refused
+        self.step = 0  # that are done
+        self.num_refused = 0  # of them, and evaluations
+        self.num_updates = 0  # that changed a model
+        self.models: dict[str, str] = {}  # fingerprints of the frozen ones
         self.facts: dict[str, Any] = {}  # what the export will say
         self.parts = dict(parts) | {"progress": self, "random": RandomState(), "log": logger}
+        self.frozen = frozen or {}
         self.folder = Path(args.output_dir) if args.output_dir else None
         self.flags = dataclasses.asdict(args) | {"resolved_dtype": distributed.dtype_name(args.dtype)}
         self.stop, self.last_saved = StopRequest(), ""
@@ -78,16 +86,25 @@ class Run(Stateful):
 
     def json_state(self) -> dict[str, Any]:
         """Return how far it is, and of which data."""
-        state = {"step": self.step, "num_refused": self.num_refused, "facts": without_nan(self.facts)}
-        return state | {"data_key": self.data.key, "rows": self.rows}
+        return {
+            "step": self.step,
+            "num_refused": self.num_refused,
+            "num_updates": self.num_updates,
+            "facts": without_nan(self.facts),
+            "data_key": self.data.key,
+            "rows": self.rows,
+            "models": self.models,
+        }
 
     def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
-        """Take the step; ValueError when the data, or the rows of a step or update, differ."""
+        """Take the step; ValueError when the data, frozen models, or the rows of a step or update differ."""
         if state["data_key"] != self.data.key:
             raise ValueError(
                 "the data have changed since it was saved, so its position in them means nothing; bring the "
                 "old data back, or start a new run from its export"
             )
+        for problem in changed_models(state.get("models", {}), self.models):
+            raise ValueError(problem)
         for flags, now in self.rows.items():
             before = state["rows"][flags]
             if now != before:
@@ -97,6 +114,7 @@ class Run(Stateful):
                 )
         self.step, self.facts = state["step"], state["facts"]
         self.num_refused = state.get("num_refused", 0)  # older checkpoints have it elsewhere
+        self.num_updates = state.get("num_updates", max(self.step - self.num_refused, 0))
 
     def begin(self) -> None:
         """Take the newest whole checkpoint, or clear the folder for a beginning.
@@ -104,6 +122,11 @@ class Run(Stateful):
         Raises ValueError when no checkpoint is whole, or it is not of this run.
         """
         earlier, taken = self.earlier, None
+        self.models = distributed.run_together(self._fingerprints)[0]
+        if distributed.is_main() and self.folder and not (self.folder / run_files.ARGS_FILE).exists():
+            # First of all: without it the same command would take what follows for another run's.
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._write_json(run_files.ARGS_FILE, self.flags)
         if earlier.checkpoints:
             parts = dict(self.parts)
             if earlier.is_elsewhere:
@@ -116,8 +139,8 @@ class Run(Stateful):
             self.logger.open()
         if distributed.is_main() and self.folder:
             self._clear()
-            for name, told in ((run_files.ARGS_FILE, self.flags), (run_files.RUN_FILE, self.describe())):
-                write_file(self.folder / name, json.dumps(told, indent=2, sort_keys=True) + "\n")
+            self._write_json(run_files.ARGS_FILE, self.flags)
+            self._write_json(run_files.RUN_FILE, self.describe())
         distributed.barrier()
         for note in earlier.notes:
             self.logger.note(f"note: {note}")
@@ -125,6 +148,13 @@ class Run(Stateful):
             self.logger.note(f"resumes from {taken.folder}")
         if self.folder:
             self.stop.install()
+
+    def _fingerprints(self) -> dict[str, str]:
+        paths = self.frozen if distributed.is_main() else {}
+        return {flag: fingerprint(path) for flag, path in paths.items()}
+
+    def _write_json(self, name: str, content: dict[str, Any]) -> None:
+        write_file(self.folder / name, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
     def _clear(self) -> None:
         """Remove what is unfinished; rename checkpoints after the one taken, remove all at a beginning."""
@@ -148,7 +178,7 @@ class Run(Stateful):
 
         A run that begins anew has no earlier starts.
         """
-        starts = read_object(self.folder / run_files.RUN_FILE).get("starts", []) if self.last_saved else []
+        earlier = read_if_whole(self.folder / run_files.RUN_FILE, starts=list) if self.last_saved else {}
         engines = {name: part.engine for name, part in self.parts.items() if hasattr(part, "engine")}
         cpu = f"CPU {platform.machine()}"
         start = {
@@ -158,6 +188,7 @@ class Run(Stateful):
             "device": torch.cuda.get_device_name() if distributed.has_gpu() else cpu,
             "dtype": self.flags["resolved_dtype"],
             "data_key": self.data.key,
+            "models": self.models,
             "global_rows": next(iter(self.rows.values())),  # of a step
             "data": self.data.report.facts(),
             "parameters": {name: _count_parameters(engine.module) for name, engine in engines.items()},
@@ -165,7 +196,11 @@ class Run(Stateful):
             "versions": _versions(),
         }
         defaults = vars(type(self.args)())
-        return {"num_steps": self.logger.num_steps, "defaults": defaults, "starts": [*starts, start]}
+        return {
+            "num_steps": self.logger.num_steps,
+            "defaults": defaults,
+            "starts": [*earlier.get("starts", []), start],
+        }
 
     def point(self, step: int, position: str = "") -> None:
         """Save the state after a step if --save_interval wants it. Every rank must call this.
@@ -215,9 +250,11 @@ class Run(Stateful):
             raise TooManyBadSteps(f"{error}\n{told}") from error
 
     def finish(self) -> None:
-        """Note that nothing is left to do: all exports are written."""
+        """Note that nothing is left to do, and which exports are there: all of them are written."""
         if distributed.is_main() and self.folder:
-            write_file(self.folder / run_files.FINISHED_FILE, json.dumps({"steps": self.logger.num_steps}))
+            exports = sorted(path.parent.name for path in self.folder.glob(f"*/{METADATA_FILE}"))
+            facts = {"steps": self.logger.num_steps, "exports": exports}
+            write_file(self.folder / run_files.FINISHED_FILE, json.dumps(facts))
 
 
 def _write_batches(path: Path, step: int, error: StepRefused) -> str:

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from common.runs.durable_files import read_object
+from common.runs.durable_files import read_if_whole
 
 ARGS_FILE = "args.json"  # the flags, with what they resolve to
 RUN_FILE = "run.json"  # the flags' defaults, and of each start: time, versions, device, data digest
@@ -36,7 +36,7 @@ _held: tuple[IO[str], dict[str, Any], dict[str, Any]] | None = None
 
 def read_lock(folder: Path) -> dict[str, Any]:
     """Return what lock.json says of the last run, {} where there is none, or none that can be read."""
-    return read_object(folder / LOCK_FILE)
+    return read_if_whole(folder / LOCK_FILE)
 
 
 def held_message(folder: Path) -> str:

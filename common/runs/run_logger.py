@@ -28,7 +28,7 @@ import torch
 from common.flags.args import RunArguments
 from common.ranks import distributed
 from common.ranks.failures import kind_and_line
-from common.runs.durable_files import WRITING, json_line, read_object, sync
+from common.runs.durable_files import WRITING, json_line, read_if_whole, sync
 from common.runs.run_files import METRICS, REPORT, ROLLOUTS, SAMPLES, TRACKERS_FILE
 from common.runs.saved_state import Stateful, TensorReader
 
@@ -254,7 +254,7 @@ class TrackerGroup:
         """Begin a run in each tracker, or resume after `last_step`. Raises ValueError, naming the tracker."""
         if self.file and last_step is None:
             self.file.unlink(missing_ok=True)  # of an earlier run in this folder
-        known = read_object(self.file) if self.file else {}
+        known = read_if_whole(self.file) if self.file else {}
         for kind in dict.fromkeys(self.args.trackers):
             sent = {} if kind == TENSORBOARD else known.get(kind, {})
             try:

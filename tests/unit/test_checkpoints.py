@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import json
 import random
 import shutil
 import weakref
@@ -125,12 +126,22 @@ def test_a_gpus_random_numbers_go_on_too(tmp_path):
 # ---- Damage
 
 
+def write_meta(folder: Path, text: str) -> None:
+    """A meta.json with the right digest of another content."""
+    outer = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": text}
+    (folder / "meta.json").write_text(json.dumps(outer))
+
+
 FIRST_LOOK = {
     "no meta": (lambda f: (f / "meta.json").unlink(), "meta.json cannot be read: No such file"),
     "a meta with another number": (
         lambda f: (f / "meta.json").write_text((f / "meta.json").read_text().replace(": 2}", ": 3}")),
         "meta.json has changed since it was written",
     ),
+    **{
+        f"a meta of another form: {text[:20]}": (lambda f, text=text: write_meta(f, text), "not one of ours")
+        for text in ("[]", "5", "{}", "[" * 100_000, '{"format": 1}', '{"args": 1, "numbers": 2}')
+    },
     "a torn meta": (
         lambda f: (f / "meta.json").write_bytes(b'{"content": "\xff'),
         "not one of ours, or torn",

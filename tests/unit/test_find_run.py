@@ -2,9 +2,13 @@
 
 import dataclasses
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from simple_parts import make_parts
 
 from common.flags.args import Problems, parse_args
@@ -12,6 +16,7 @@ from common.flags.other_names import IGNORED
 from common.runs.checkpoints import save_checkpoint
 from common.runs.resume import EarlierRun, compare_flags, find_run, resumed_dtype
 from step1_sft.arguments import SFTArguments
+from step2_reward.arguments import RewardArguments
 from step3_ppo.arguments import PPOArguments
 
 
@@ -37,6 +42,9 @@ def leave_run(folder: Path, words: str = "", steps=(1, 2), *, is_finished: bool 
         save_checkpoint(folder, f"step-{step:06d}", make_parts(step), flags, 0)
     if is_finished:
         (folder / "finished.json").write_text('{"steps": 2}')
+        (folder / "export").mkdir()
+        (folder / "export" / "config.json").write_text('{"model_type": "x"}')
+        save_file({"a": torch.zeros(9)}, folder / "export" / "model.safetensors")
     return folder
 
 
@@ -104,6 +112,73 @@ def test_a_finished_run_has_nothing_left_to_do_unless_it_is_to_be_longer(tmp_pat
     earlier, problems = find(f"--output_dir {run} --num_train_epochs 7")
     assert names(earlier)[0] == "step-000002" and not earlier.finished and not problems
     assert earlier.notes == ["--num_train_epochs is 7 from here on; it was 1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--learning_rate 0.5", "--learning_rate 0.5 differs from the"),
+        ("--model_name_or_path other", "--model_name_or_path other differs from the m of"),
+        ("--data_path other.jsonl", "--data_path ['other.jsonl'] differs"),
+    ],
+)
+def test_a_finished_run_of_other_flags_is_none_of_this_command(words, told, tmp_path):
+    run = leave_run(tmp_path / "run", is_finished=True)
+    _, (problem,) = find(f"--output_dir {run} {words}")
+    assert told in problem and "another --output_dir" in problem
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+@pytest.mark.parametrize("kind", [RewardArguments, PPOArguments])
+def test_a_folder_of_another_program_is_refused(kind, is_finished, tmp_path):
+    run = leave_run(tmp_path / "run", is_finished=is_finished)
+    problems = Problems()
+    find_run(kind(output_dir=str(run)), problems)
+    assert "is of a run of step1_sft/main.py; choose another --output_dir" in problems.messages[0]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda export: shutil.rmtree(export),
+        lambda export: (export / "model.safetensors").unlink(),
+        lambda export: (export / "config.json").unlink(),
+        lambda export: (export / "model.safetensors").write_bytes(b""),
+        lambda export: os.truncate(export / "model.safetensors", 90),
+        lambda export: (export / "config.json").write_text("{"),
+        lambda export: (export / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"a": "model-2.safetensors"}}'
+        ),
+    ],
+)
+def test_an_export_that_is_not_whole_is_written_again(damage, tmp_path):
+    run = leave_run(tmp_path / "run", is_finished=True)
+    damage(run / "export")
+    earlier, problems = find(f"--output_dir {run}")
+    assert not earlier.finished and names(earlier)[0] == "step-000002" and not problems
+    assert f"{run}/export" in earlier.notes[0] and "it is written again" in earlier.notes[0]
+    shutil.rmtree(run / "checkpoints")
+    _, (problem,) = find(f"--output_dir {run}")
+    assert "No checkpoint" in problem and f"{run}/export" in problem
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "5", '{"steps": "2"}', '{"exports": 5}', "[" * 100_000, "\xff"])
+@pytest.mark.parametrize("name", ["finished.json", "args.json"])
+def test_a_file_of_another_form_is_named(name, text, tmp_path):
+    if name == "args.json" and text.startswith('{"'):
+        return
+    run = leave_run(tmp_path / "run", is_finished=True)
+    (run / name).write_text(text, encoding="latin-1")
+    _, (problem,) = find(f"--output_dir {run}")
+    assert str(run / name) in problem and "--resume overwrite" in problem
+    assert find(f"--output_dir {run} --resume overwrite") == (EarlierRun(), [])
+
+
+def test_what_a_kill_leaves_at_the_start_is_no_other_run(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "args.json.writing").write_text("{")
+    assert find(f"--output_dir {run}") == (EarlierRun(), [])
 
 
 def test_other_files_are_not_written_over_unasked(run):

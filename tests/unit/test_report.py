@@ -77,13 +77,14 @@ def test_a_step_that_comes_twice_has_its_last_value():
 def test_torn_lines_and_files_are_named_and_the_rest_is_shown(tmp_path):
     folder = write_run(tmp_path, over_steps(2, sft__loss=lambda s: 1.0))
     with open(folder / "metrics.jsonl", "a") as file:
-        file.write('"sft/loss": 3}\n{"step": 3, "sft/loss": 1.0}\n{"step": 4, "sft/lo')
+        file.write('"sft/loss": 3}\n{"step": 3, "sft/loss": 1.0}\n[]\n{}\n{"step": 4, "sft/lo')
     (folder / "args.json").write_text('{"seed": ')
+    (folder / "run.json").write_text('{"starts": 5}')
     (folder / "samples.jsonl").write_bytes(b"\xff\xfe{}")
     run = read_run(folder)
     assert run.curves["sft/loss"].steps == [1, 2, 3]
     assert run.notes == [
-        "metrics.jsonl: torn lines are left out (line 3, 5)",
+        "metrics.jsonl: torn lines are left out (line 3, 5, 6, ...)",
         "args.json is missing or torn",
         "run.json is missing or torn",
         "samples.jsonl: torn lines are left out (line 1)",

@@ -2,6 +2,9 @@
 
 import contextlib
 import json
+import os
+import shutil
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -11,6 +14,7 @@ from pretended_gpu import pretended_gpu
 from common.data.example import Message
 from common.flags.args import Problems
 from common.models import model_flops
+from common.programs import startup
 from common.programs.conversation_form import describe_form, find_template
 from common.programs.startup import OF_A_GROUP, check_device, check_environment, check_run
 from common.ranks import distributed
@@ -274,3 +278,38 @@ def test_a_gpu_that_torch_does_not_see_is_a_problem_unless_it_is_hidden(
     assert [problem in text for text in problems.messages] == [True] * bool(problem)
     assert [note in text for text in notes] == [True] * bool(note)
     assert not problem or "DS_ACCELERATOR=cpu" in problems.messages[0]
+
+
+# ---- the folder of a model
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{", "5", '{"template": 5}', '{"chat_template_kwargs": {}}', "[" * 100_000, "\xff"]
+)
+def test_a_record_of_another_form_is_named(text, tmp_path):
+    (tmp_path / "triptych.json").write_text(text, encoding="latin-1")
+    problems = Problems()
+    assert startup.check_model("--model_name_or_path", str(tmp_path), SFTArguments(), problems) is None
+    (problem,) = problems.messages
+    assert str(tmp_path / "triptych.json") in problem and "remove the file" in problem
+
+
+@pytest.mark.parametrize("closed", ["model.safetensors", ""])
+def test_what_may_not_be_read_is_named_with_its_path(closed, tiny_model_folder, tmp_path, monkeypatch):
+    """The tests may run as root, who may read everything."""
+    folder = Path(shutil.copytree(tiny_model_folder("llama"), tmp_path / "model"))
+    access, listing = os.access, Path.iterdir
+
+    def refuse(path: Path):
+        if path == folder and not closed:
+            raise PermissionError(13, "Permission denied", str(path))
+        return listing(path)
+
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != closed and access(path, mode))
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    problems = Problems()
+    assert startup.check_model("--model_name_or_path", str(folder), SFTArguments(), problems) is None
+    assert problems.messages == [
+        f"--model_name_or_path {folder / closed} may not be read by this user; "
+        f"chmod -R a+rX {folder}, by its owner"
+    ]

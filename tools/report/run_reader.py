@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from common.runs.durable_files import read_object
+from common.runs.durable_files import read_if_whole
 from common.runs.run_files import ARGS_FILE, FINISHED_FILE, METRICS, RUN_FILE, SAMPLES
 
 Row = dict[str, Any]
@@ -85,7 +85,8 @@ def read_run(folder: Path, name: str = "") -> RunFiles:
         raise ValueError(f"{folder} is no run's folder: it has neither {METRICS} nor {ARGS_FILE}{hint}")
     notes: list[str] = []
     rows = read_rows(folder / METRICS, notes)
-    flags, about = read_object(folder / ARGS_FILE), read_object(folder / RUN_FILE)
+    flags = read_if_whole(folder / ARGS_FILE)
+    about = read_if_whole(folder / RUN_FILE, defaults=dict, starts=list, num_steps=int)
     notes += [f"{METRICS} has no step yet"] if not rows else []
     notes += [f"{file} is missing or torn" for file, of in ((ARGS_FILE, flags), (RUN_FILE, about)) if not of]
     return RunFiles(
@@ -135,8 +136,12 @@ def read_rows(path: Path, notes: list[str]) -> list[Row]:
     rows, torn = [], []
     for number, line in enumerate(lines, start=1):
         try:
-            rows += [json.loads(line)] if line else []
-        except ValueError:  # a killed run, or one that is writing now
+            row = json.loads(line) if line else None
+        except (ValueError, RecursionError):  # a killed run, or one that is writing now
+            row = ()
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+        elif row is not None:
             torn.append(number)
     if torn:
         told = ", ".join(map(str, torn[:3])) + (", ..." if len(torn) > 3 else "")

@@ -1,0 +1,75 @@
+"""A saved model's fingerprint, which tells whether it is still what it was: cheap for a model of any size."""
+
+import hashlib
+import json
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from transformers.utils import cached_file
+
+from common.models.saved_adapters import base_of
+
+SAMPLE_BYTES = 256  # at the beginning, middle and end of every tensor
+NUM_SAMPLES = 64  # of a file that is no safetensors and no zip
+CONFIGURATIONS = ("config.json", "adapter_config.json")
+
+
+def fingerprint(name_or_path: str) -> str:
+    """Digest of a model's configuration and weights, and of its base where it is an adapter.
+
+    "" where the model is not on this machine. Raises OSError.
+    """
+    total = hashlib.sha256()
+    files = [path for name in dict.fromkeys((name_or_path, base_of(name_or_path))) for path in _files(name)]
+    for path in files:
+        total.update(path.name.encode())
+        for part in _samples(path):
+            total.update(part)
+    return total.hexdigest() if files else ""
+
+
+def changed_models(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """What is said of each model, by the flag that names it, whose fingerprint is known and has changed."""
+    return [
+        f"the model of {flag} has changed since then: bring the old one back, or begin anew by --resume "
+        "overwrite or in another --output_dir"
+        for flag in before.keys() & now.keys()
+        if before[flag] and now[flag] and before[flag] != now[flag]
+    ]
+
+
+def _files(name_or_path: str) -> list[Path]:
+    folder = Path(name_or_path)
+    if not folder.is_dir():
+        with suppress(OSError):  # it is not in the cache either
+            folder = Path(cached_file(name_or_path, "config.json", local_files_only=True)).parent
+    files = sorted(folder.glob("*"))
+    return [p for p in files if p.suffix in (".safetensors", ".bin") or p.name in CONFIGURATIONS]
+
+
+def _samples(path: Path) -> Iterator[bytes]:
+    """Parts of a file that tell it from another."""
+    size = path.stat().st_size
+    if path.suffix == ".json":
+        yield path.read_bytes()
+    elif path.suffix == ".safetensors":
+        with open(path, "rb") as file:
+            header = file.read(int.from_bytes(file.read(8), "little"))
+            yield header
+            for name, tensor in json.loads(header).items():
+                if name != "__metadata__":
+                    begin, end = tensor["data_offsets"]
+                    last = max(begin, end - SAMPLE_BYTES)
+                    for start in (begin, (begin + last) // 2, last):
+                        file.seek(8 + len(header) + start)
+                        yield file.read(SAMPLE_BYTES)
+    elif zipfile.is_zipfile(path):  # which lists a checksum of every tensor
+        yield repr([(i.filename, i.file_size, i.CRC) for i in zipfile.ZipFile(path).infolist()]).encode()
+    else:
+        yield str(size).encode()
+        with open(path, "rb") as file:
+            for number in range(NUM_SAMPLES):
+                file.seek(size * number // NUM_SAMPLES)
+                yield file.read(SAMPLE_BYTES)
