@@ -142,7 +142,7 @@ class PPOTrainer:
                 summary["rollout/staleness"] = step - 1 - float(step_mean(batch.data["versions"]))
             share, first = summary.get("objective/failed_fraction"), self.rollout.scores.first_failure
             if share and step % self.logger.log_interval == 0:
-                text = f"{share:.1%} of the responses have no score, the first failure: {first}"
+                text = f"{share:.1%} of the responses got no score of their own, the first failure: {first}"
                 self.logger.note(f"step {step}: {text}")
             mask = tokens(batch, "loss_mask")
             weights, counts = loss_weights(mask, self.args.loss_aggregation, self.args.max_answer_seq_len)

@@ -75,7 +75,7 @@ def check_devices() -> Iterator[Line]:
 def _check_flash_attn() -> Line:
     cure = "pip install --no-build-isolation -r requirements-gpu.txt"
     if importlib.util.find_spec("flash_attn") is None:
-        return NOTE, "flash-attn", f"not installed: --packed uses torch's own kernel; {cure}"
+        return NOTE, "flash-attn", f"not installed, optional: torch's own kernel is used; {cure}"
     try:
         return OK, "flash-attn", importlib.import_module("flash_attn").__version__
     except Exception as error:  # mostly of an extension that was built for another torch

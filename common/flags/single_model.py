@@ -49,7 +49,9 @@ class TrainArguments:
     )
     per_device_train_batch_size: int = flag(16, "rows per rank and micro-batch", may_change=True, low=1)
     per_device_eval_batch_size: int = flag(16, "rows per rank and evaluation batch", may_change=True, low=1)
-    group_by_length: bool = flag(False, "batch rows of similar length together: less padding")
+    group_by_length: bool = flag(
+        False, "rows of similar length in a batch: less padding, where rows are padded"
+    )
     weight_decay: float = flag(0.0, "AdamW weight decay of matrices (biases and norms have none)", low=0)
     num_warmup_steps: int = flag(
         0, "optimizer steps of linear warm-up", low=0, only_with="lr_scheduler_type!=constant"
@@ -57,7 +59,10 @@ class TrainArguments:
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass", may_change=True)
     zero_stage: int = flag(0, "DeepSpeed ZeRO stage", choices=(0, 1, 2, 3), may_change=True)
     dropout: float | None = flag(
-        None, "dropout everywhere in the model; empty: the model's own", low=0, high=1
+        None,
+        "dropout everywhere in the model; empty: the model's own in step 1, none in step 2",
+        low=0,
+        high=1,
     )
     eval_interval: Interval = flag(
         Interval("0"),
