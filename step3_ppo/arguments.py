@@ -149,6 +149,9 @@ class PPOMathArguments:
         choices=("", *(f"{at}{kind}" for at in ("reward", "loss") for kind in ("", ":k1", ":k2", ":k3"))),
     )
     kl_target: float = flag(0.0, "adapt --kl_coef towards this KL, in nats per response; 0: fixed", low=0)
+    kl_horizon: int = flag(
+        10_000, "responses over which --kl_target moves the coefficient", low=1, only_with="kl_target"
+    )
     gamma: float = flag(1.0, "discount factor", low=0, high=1)
     gae_lambda: float = flag(0.95, "lambda of GAE", low=0, high=1)
     adv_norm: str = flag(
@@ -184,6 +187,9 @@ class PPOMathArguments:
         "stop a step's updates after a minibatch whose approximate KL per token exceeds this; KL:skip: leave "
         "out the update of each such minibatch instead; 0: never",
     )
+    early_stop_imp_ratio: float = flag(
+        0.0, "stop a step's updates after a minibatch whose mean ratio exceeds this; 0: never", low=0
+    )
     value_clip_range: float = flag(0.2, "value clip range around the old value; 0: no clipping", low=0)
     value_loss: str = flag("mse", "value loss: squared error or Huber", choices=("mse", "huber"))
     value_norm: str = flag(
@@ -191,6 +197,13 @@ class PPOMathArguments:
         "normalise returns for the critic by a running mean and deviation: exponential (exp) or over all "
         "(ma)",
         choices=("none", "exp", "ma"),
+    )
+    value_norm_beta: float = flag(
+        0.99995,
+        "share of the running mean and deviation that an update keeps",
+        low=0,
+        below=1,
+        only_with="value_norm=exp",
     )
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
     old_logprobs: str = flag(

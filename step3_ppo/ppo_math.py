@@ -246,9 +246,6 @@ def _sums(x: torch.Tensor, rows: torch.Tensor, num_groups: int) -> torch.Tensor:
     return x.new_zeros(num_groups).index_add_(0, rows, x)
 
 
-KL_HORIZON = 10_000  # samples over which --kl_target steers the coefficient
-
-
 class KLController:
     """The coefficient of the KL penalty: fixed, or steered towards a target KL.
 
@@ -257,9 +254,9 @@ class KLController:
     a horizon each and one of the rest: the factor of 5 horizons at once would be 0, of more it is negative.
     """
 
-    def __init__(self, init_coef: float, target: float = 0.0) -> None:
-        """`target` is in nats a response; 0: the coefficient is fixed."""
-        self.coef, self.target = init_coef, target
+    def __init__(self, init_coef: float, target: float = 0.0, horizon: int = 10_000) -> None:
+        """`target` is in nats a response; 0: the coefficient is fixed. `horizon` is a number of responses."""
+        self.coef, self.target, self.horizon = init_coef, target, horizon
 
     def update(self, mean_kl: float, num_samples: int) -> None:
         """Move `coef` after a batch of `num_samples` responses whose KL, summed over tokens, has this mean.
@@ -268,5 +265,5 @@ class KLController:
         """
         if self.target:
             error = min(max(mean_kl / self.target - 1, -0.2), 0.2)
-            num_horizons, rest = divmod(num_samples, KL_HORIZON)
-            self.coef *= (1 + error) ** num_horizons * (1 + error * rest / KL_HORIZON)
+            num_horizons, rest = divmod(num_samples, self.horizon)
+            self.coef *= (1 + error) ** num_horizons * (1 + error * rest / self.horizon)

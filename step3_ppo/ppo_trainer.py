@@ -58,12 +58,12 @@ class PPOTrainer:
         """`pretraining` is text for the actor's second loss, `held_out` prompts to judge the policy by."""
         self.args, self.algorithm, self.rollout, self.roles = args, algorithm, rollout, rollout.roles
         self.prompts, self.logger = prompts, logger
-        self.kl_controller = KLController(args.kl_coef, args.kl_target)
+        self.kl_controller = KLController(args.kl_coef, args.kl_target, args.kl_horizon)
         self.correction = parse_correction(args.rollout_correction)
         self.losses = PPOLosses(args, self.roles, self.kl_controller, pretraining)
         self.value_normaliser, self.ema, self.evaluation = None, None, None
         if algorithm.needs_critic and args.value_norm != "none":
-            self.value_normaliser = ValueNormaliser(args.value_norm)
+            self.value_normaliser = ValueNormaliser(args.value_norm, args.value_norm_beta)
         if args.ema_decay:
             self.ema = ExponentialMovingAverage(self.roles.actor.model.module, args.ema_decay)
         # With --ref_ema_decay: the reference's weights.
@@ -222,7 +222,9 @@ class PPOTrainer:
         if self.ema:
             self.ema.update()
         if "policy/approx_kl" in means:  # a step on text has none
+            has_moved_too_far = 0 < self.args.early_stop_imp_ratio < means["policy/ratio"]
             current.is_done = self.args.early_stop_kl.is_exceeded(means["policy/approx_kl"])
+            current.is_done |= has_moved_too_far
         return True
 
     def finish_step(self, current: OpenStep) -> dict[str, float]:
@@ -232,7 +234,7 @@ class PPOTrainer:
         if "policy/logprob_gap" in numbers:  # only the first update's is between sampler and trainer
             numbers["policy/logprob_gap"] = current.means["policy/logprob_gap"][0]
         numbers |= current.summary  # with the gap of the whole rollout, where it was recomputed
-        if args.early_stop_kl:
+        if args.early_stop_kl or args.early_stop_imp_ratio:
             numbers["policy/num_updates"] = len(current.means.get("policy/approx_kl", ()))
         numbers["hybrid/received_gib"] = self.roles.actor.hybrid_engine.received_bytes / 2**30
         numbers["objective/kl_coef"] = self.kl_controller.coef

@@ -67,11 +67,11 @@ IGNORED = {
 
 # Ours of earlier versions, with the default that they had; docs/migration.md has what there is instead.
 REMOVED = {
-    "early_stop_imp_ratio": 0.0, "kl_horizon": 10000, "max_logprob_gap": 0.001, "max_out_tokens": 0,
+    "max_logprob_gap": 0.001, "max_out_tokens": 0,
     "eval_before_training": True, "min_reward_accuracy": 0.6, "actor_lora_alpha": 0.0,
     "critic_lora_alpha": 0.0, "reward_model_name_or_path": "", "adam_beta2": 0.95,
     "check_collectives": False, "export_critic": False, "export_interval": 0, "length_reward_coef": 0.0,
     "on_save_error": "go_on", "overlong_penalty": 0.0, "sample_interval": 0, "save_points": "step",
-    "truncated_penalty": -1.0, "value_norm_beta": 0.99995, "use_decoupled_loss": False,
+    "truncated_penalty": -1.0, "use_decoupled_loss": False,
     "behav_imp_weight_cap": 0.0, "c_clip": 0.0, "clip_range_high": 0.0, "kl_estimator": "",
 }  # fmt: skip

@@ -171,6 +171,9 @@ def test_updates_end_early_when_the_policy_has_moved(ppo):
     last = 2 * row["policy/approx_kl"]  # the mean is of the first minibatch's, 0, and the second's
     (row,) = read_metrics(ppo(early_stop_kl=0.75 * last, **flags))
     assert row["policy/num_updates"] == 2, "the last minibatch decides, not the mean of all"
+    for limit, number in ((0.99, 1), (100.0, 4)):  # the first minibatch's ratio is 1
+        (row,) = read_metrics(ppo(early_stop_imp_ratio=limit, **flags))
+        assert row["policy/num_updates"] == number
 
 
 def test_an_update_that_goes_too_far_is_left_out(ppo, one_step):

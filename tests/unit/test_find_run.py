@@ -247,11 +247,11 @@ def test_flags_that_an_earlier_version_had_or_lacked():
     ignored = dict.fromkeys(IGNORED, "something else")
     assert compare("", flags_of("") | ignored | {"disable_dropout": False}) == ([], [])
     assert compare("--disable_dropout", flags_of("") | {"disable_dropout": True}) == ([], [])
-    assert compare("", flags_of("") | {"max_out_tokens": 0, "early_stop_imp_ratio": 0.0}) == ([], [])
+    assert compare("", flags_of("") | {"max_out_tokens": 0, "max_logprob_gap": 0.001}) == ([], [])
     assert compare("", flags_of("") | {"save_interval": 500, "max_tokens_per_micro_batch": 0}) == ([], [])
-    _, (problem,) = compare("", flags_of("") | {"early_stop_imp_ratio": 2.0})
+    _, (problem,) = compare("", flags_of("") | {"max_logprob_gap": 2.0})
     assert problem.startswith(
-        "ORIGIN was made with --early_stop_imp_ratio 2.0, a removed flag (see docs/migration.md)"
+        "ORIGIN was made with --max_logprob_gap 2.0, a removed flag (see docs/migration.md)"
     )
     before = flags_of("")
     del before["learning_rate"], before["data_path"]  # they were at their defaults

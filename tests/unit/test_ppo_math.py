@@ -258,3 +258,9 @@ def test_an_adaptive_coefficient_by_hand():
     # Six horizons and a half in one step: the factor of one horizon six times, and that of a half.
     controller.update(0.0, 65_000)
     assert controller.coef == pytest.approx(0.2 * 1.01 * 1.02 * 0.9 * 0.8**6 * 0.9, rel=1e-9)
+
+
+def test_a_shorter_horizon_moves_the_coefficient_further():
+    controller = KLController(0.2, 6.0, 100)
+    controller.update(6.6, 50)  # error 0.1: 1 + 0.1 * 50 / 100
+    assert controller.coef == pytest.approx(0.2 * 1.05, rel=1e-9)

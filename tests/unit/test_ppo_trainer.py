@@ -50,7 +50,7 @@ def open_trainer(**flags):
     fails = []
     trainer.minibatches, trainer.finish_step = minibatches, lambda current: dict(current.means)
     trainer.losses = SimpleNamespace(update=update, update_by_text=lambda: update(["text"]))
-    run = SimpleNamespace(point=lambda *_: None, refuse=lambda *_: asked.append("refused"))
+    run = SimpleNamespace(num_updates=0, point=lambda *_: None, refuse=lambda *_: asked.append("refused"))
     return trainer, run, asked, fails
 
 
@@ -114,7 +114,7 @@ def test_a_critic_that_is_right_leaves_no_advantage_while_statistics_move(kind, 
         rollout_staleness=staleness,
     )  # fmt: skip
     learned, algorithm, rollout = [], ALGORITHMS["ppo"], KnowingCritic()
-    logger, run = SimpleNamespace(log=lambda *_: None), SimpleNamespace(point=lambda *_: None)
+    logger, run = SimpleNamespace(log=lambda *_: None), SimpleNamespace(num_updates=0, point=lambda *_: None)
     trainer = PPOTrainer(fill_defaults(args, algorithm), algorithm, rollout, None, None, logger)
     rollout.normaliser = normaliser = trainer.value_normaliser
     normaliser.beta = 0.5
@@ -150,7 +150,7 @@ def test_hooks_run_before_and_after_each_phase(monkeypatch):
         register_hook("after_rolout")
     algorithm, rollout = ALGORITHMS["ppo"], KnowingCritic()
     rollout.normaliser = ValueNormaliser("exp")
-    logger, run = SimpleNamespace(log=lambda *_: None), SimpleNamespace(point=lambda *_: None)
+    logger, run = SimpleNamespace(log=lambda *_: None), SimpleNamespace(num_updates=0, point=lambda *_: None)
     args = fill_defaults(PPOArguments(reward_clip=0.0, kl_coef=0.0), algorithm)
     trainer = PPOTrainer(args, algorithm, rollout, None, None, logger)
     trainer.minibatches = lambda current: [["first"], ["second"], ["left out"]]
