@@ -18,20 +18,7 @@ from transformers.utils import logging
 def tiny(tmp_path_factory, tiny_tokenizer) -> SimpleNamespace:
     """Folders of tiny models, files of tiny data, and a token cache; nobody writes to any but the cache."""
     logging.disable_progress_bar()
-    folder = tmp_path_factory.mktemp("tiny")
-    return SimpleNamespace(
-        base=tiny_inputs.save_causal_lm(folder / "base", tiny_tokenizer),
-        gpt2=tiny_inputs.save_causal_lm(folder / "gpt2", tiny_tokenizer, family="gpt2"),
-        mixtral=tiny_inputs.save_causal_lm(folder / "mixtral", tiny_tokenizer, family="mixtral"),
-        reward=tiny_inputs.save_reward_model(folder / "reward", tiny_tokenizer),
-        rows=tiny_inputs.write_rows(folder / "rows.jsonl", tiny_inputs.make_rows(50)),
-        text=tiny_inputs.write_rows(
-            folder / "text.jsonl",
-            [{"text": f"{r['prompt']} {r['chosen']}"} for r in tiny_inputs.make_rows(60, seed=9)],
-        ),
-        cache=folder / "cache",
-        folder=folder,
-    )
+    return tiny_inputs.save_inputs(tmp_path_factory.mktemp("tiny"), tiny_tokenizer)
 
 
 @pytest.fixture(scope="session")

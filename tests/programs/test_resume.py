@@ -45,13 +45,17 @@ PPO = SHARED + (
 
 @pytest.fixture(scope="module")
 def flags(tiny, tiny_tokenizer, tmp_path_factory):
-    """Return the step, the ranks and the flags of short runs, by the name of their variant."""
+    return short_runs(tiny, tiny_tokenizer, tmp_path_factory.mktemp("a"))
+
+
+def short_runs(tiny: Any, tokenizer: Any, folder: Path) -> dict[str, tuple[int, int, dict[str, Any]]]:
+    """Step, ranks and flags of short runs, by the name of their variant."""
     single = step_flags(tiny, 1, model_name_or_path=tiny.gpt2, **from_words(SINGLE))  # it has dropout
     ppo = step_flags(tiny, 3, **from_words(PPO))
     two = ppo | {"generation_batches": 1, "per_device_training_batch_size": 1, "inference_tp_size": 2}
     zero_3 = {"actor_zero_stage": 3, "critic_zero_stage": 3, "ref_ema_decay": 0.7}
     zero_2 = {"actor_zero_stage": 2, "critic_zero_stage": 2, "dtype": "bf16", "offload": "optimizer"}
-    adapter = tiny_inputs.save_random_adapter(tmp_path_factory.mktemp("a") / "a", tiny.base, tiny_tokenizer)
+    adapter = tiny_inputs.save_random_adapter(folder / "a", tiny.base, tokenizer)
     adapted = {"actor_model_name_or_path": adapter, "critic_model_name_or_path": tiny.base, "packed": True}
     adapted |= {"reward": f"model:{tiny.reward}", "critic_lora_dim": 4}  # actor and critic share their base
     mixed = {"unsupervised_dataset_name": tiny.text, "max_prompt_seq_len": 24}

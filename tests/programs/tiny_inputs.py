@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -139,6 +140,21 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any] | str]) -> Path:
     """Return the path of a JSON lines file; a str is a line as it stands."""
     path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
     return path
+
+
+def save_inputs(folder: Path, tokenizer: PreTrainedTokenizerFast) -> SimpleNamespace:
+    """Tiny models and data in a folder, by name."""
+    texts = [{"text": f"{r['prompt']} {r['chosen']}"} for r in make_rows(60, seed=9)]
+    return SimpleNamespace(
+        base=save_causal_lm(folder / "base", tokenizer),
+        gpt2=save_causal_lm(folder / "gpt2", tokenizer, family="gpt2"),
+        mixtral=save_causal_lm(folder / "mixtral", tokenizer, family="mixtral"),
+        reward=save_reward_model(folder / "reward", tokenizer),
+        rows=write_rows(folder / "rows.jsonl", make_rows(50)),
+        text=write_rows(folder / "text.jsonl", texts),
+        cache=folder / "cache",
+        folder=folder,
+    )
 
 
 def step_flags(tiny: Any, step: int, **more: Any) -> dict[str, Any]:
