@@ -117,11 +117,12 @@ def load_source(
     Raises ValueError: it is none of them; the message names the nearest registered name.
     """
     adapter = _find_adapter(source, offered)
-    if own_names and not isinstance(adapter, AnyForm):
+    if own_names and (adapter.own_names or not isinstance(adapter, AnyForm)):
         raise ValueError(
-            f"--columns: --data_path {source} has an adapter with names of its own; leave --columns out"
+            f"--columns: the columns of --data_path {source} are named by its adapter; leave --columns out"
         )
-    adapter.score_column, adapter.max_rows, adapter.own_names = score_column, max_rows, own_names
+    adapter.score_column, adapter.max_rows = score_column, max_rows
+    adapter.own_names = adapter.own_names or own_names
     return RawSource(source, adapter)
 
 

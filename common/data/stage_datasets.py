@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
-from common.data.adapters.row_parts import filled_text
+from common.data.adapters.row_parts import filled
 from common.data.data_options import DEFAULT_CACHE, NUM_READ, DataOptions, is_held_out, share_indexes
 from common.data.dialogue import PlainTemplate, Template
 from common.data.example import BadRow, Example, Message, missing_for
@@ -315,7 +315,7 @@ def _write_blocks(
 def _text_of(row: dict[str, Any]) -> str:
     if "text" not in row:
         raise BadRow(f"no column 'text'; found {', '.join(map(repr, row)) or 'nothing'}")
-    text = filled_text("text", row["text"])
+    text = filled("text", row["text"])
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-from common.data.adapters.row_forms import SCORED, TREE
+from common.data.adapters.row_forms import TREE
 from common.data.data_options import DataOptions
 from common.data.dialogue import Segment, Template, Tokenised, response_start, truncate
 from common.data.example import BadRow, Example, RewritesPast, one_for_each_reply
@@ -17,7 +17,7 @@ from common.data.token_cache import DataReport
 
 MAX_FIELD_CHARACTERS = 4096  # of one field's JSON: answers and labels pass, whole documents do not
 # An Example has them already.
-CARRIED_COLUMNS = {"prompt", "chosen", "rejected", "messages", "conversations", TREE, SCORED}
+CARRIED_COLUMNS = {"prompt", "chosen", "rejected", "messages", "conversations", TREE}
 _AS_JSON = TypeAdapter(Any)  # NaN and infinity are null
 
 # What the rows of each kind hold: see token_cache.COLUMN_TYPES.

@@ -201,7 +201,10 @@ def test_the_first_form_whose_columns_are_there_is_the_rows():
         # turns
         ({"conversations": "hi"}, "'conversations' is of type str, not a list"),
         # pairs of lists of turns
-        ({"prompt": "x", "chosen": ANSWERED, "rejected": ANSWERED}, "do not hold 'prompt'"),
+        (
+            {"prompt": "x", "chosen": ANSWERED, "rejected": ANSWERED},
+            "turns before the reply that are not the prompt",
+        ),
         ({"chosen": ANSWERED, "rejected": ANSWERED[1:]}, "do not share the turns"),
         ({"prompt": "hi", "chosen": ASKED, "rejected": ASKED}, "chosen ends with a turn of the user"),
         # several answers

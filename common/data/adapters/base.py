@@ -152,9 +152,10 @@ class AnyForm(Adapter):
         _, first = next(readable(rows), (0, {}))
         if first.keys() >= set(message_trees.MESSAGE_COLUMNS):
             return message_trees.group_trees(rows, self._unread)
-        if not first.keys() >= {*self.own_names.values()}:  # it is bad, and named when it is read
+        try:
+            row = row_forms.Row(first, self.own_names)
+        except BadRow:  # it is counted when it is read
             return rows
-        row = row_forms.Row(first, self.own_names)
         if not ("prompt" in row and "response" in row) or "rejected" in row:
             return rows
         if self.score_column in first:
@@ -167,8 +168,6 @@ class AnyForm(Adapter):
     def to_examples(self, row: dict[str, Any]) -> list[Example]:
         if message_trees.TREE in row:
             return message_trees.tree_examples(row)
-        if row_forms.SCORED in row:
-            return row_forms.scored_responses(row, self.score_column, self.own_names)
         return row_forms.read_row(row, self.own_names, self._unread)
 
     def unread(self, stage: int) -> list[str]:
