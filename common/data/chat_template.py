@@ -18,7 +18,6 @@ from common.data.dialogue import (
     PlainTemplate,
     Segment,
     Template,
-    as_reply,
 )
 from common.data.example import BadRow, Message, RewritesPast
 
@@ -106,31 +105,23 @@ class ChatTemplate(Template):
         ]
         return "".join(defaults) + self.tokenizer.chat_template if defaults else self.tokenizer.chat_template
 
-    def segments(
-        self,
-        prompt: Sequence[Message],
-        response: str | Message | None,
-        *,
-        learn_all_turns: bool = False,
-        tools: str = "",
+    def _segments(
+        self, prompt: tuple[Message, ...], reply: Message | None, learn_all_turns: bool, tools: str
     ) -> list[Segment]:
-        """See `Template.segments`. Every piece is cut out of what the template renders."""
-        if response is None:
+        """See `Template.segments`. Every piece is cut out of the text that the template renders."""
+        if reply is None:
             return [Segment(self._ask(prompt, tools), False)]
-        whole = (*prompt, as_reply(response))
+        whole = (*prompt, reply)
         learned = [i for i, m in enumerate(prompt) if m.role == "assistant" and m.is_learned]
         pieces: list[Segment] = []
         done = ""
         for turn in [*(learned if learn_all_turns else []), len(prompt)]:
-            context, reply = self._last_turn(whole[: turn + 1], tools)
+            context, learnt = self._last_turn(whole[: turn + 1], tools)
             if not context.startswith(done):
                 raise RewritesPast("the chat template shows earlier turns in another form once one follows")
-            pieces += [Segment(context[len(done) :], False), Segment(reply, True)]
-            done = context + reply
+            pieces += [Segment(context[len(done) :], False), Segment(learnt, True)]
+            done = context + learnt
         return pieces
-
-    def _context(self, prompt: Sequence[Message], learn_all_turns: bool) -> list[Segment]:
-        return [Segment(self._ask(prompt, ""), False)]
 
     def _ask(self, prompt: Sequence[Message], tools: str) -> str:
         """The text by which the template asks for a reply. Raises BadRow: it leaves a part of the row out."""

@@ -1,4 +1,4 @@
-"""Rows of a data set by its place: a file, a folder, a folder saved by `datasets`, or a name of the hub."""
+"""Rows of a data set by its place: a file, a folder, a folder saved by `datasets`, or a name on the hub."""
 
 import logging
 import os
@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 from common.data.raw_rows import RawRows, digest_files, extension_of, find_parts, read_files
 from common.ranks.failures import first_line
 
-# A set that has both keeps its test part for other ends.
+# The first that there is; a set that has validation and test keeps test for a last check.
 _EVAL_SPLITS = ("validation", "valid", "dev", "eval", "test")
 _PARQUET_COPY = "refs/convert/parquet"  # the hub makes one of every data set that is a program
 
 
 class HubPlace(NamedTuple):
-    """Where on the hub a data set lies, where its name alone does not tell."""
+    """The place of a data set on the hub, where it is not the name alone."""
 
     name: str
     config: str | None = None
     copied_config: str = ""  # folder of the hub's Parquet copy, for a set that is a program; "": its config's
-    splits: tuple[str, str] | None = None  # to train on and held out, where they have other names
+    splits: tuple[str, str] | None = None  # to train on, and held out, where they have other names
 
 
 _ULTRAFEEDBACK = "HuggingFaceH4/ultrafeedback_binarized"
@@ -77,39 +77,37 @@ def load_hub(name: str, config: str | None = None) -> tuple[RawRows, RawRows | N
     """
     datasets = _quiet_datasets()
     place = HUB_PLACES.get(name, HubPlace(name))
-    place = place._replace(config=config or place.config)
+    config = config or place.config
     try:
         try:
-            loaded = datasets.load_dataset(place.name, place.config)
+            loaded = datasets.load_dataset(place.name, config)
         except ConnectionError:
             cached = Path(datasets.config.constants.HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}")
-            if snapshot_of(cached) == cached:  # nor has `hf download` put it there
+            if snapshot_of(cached) == cached:  # `hf download` has not been there either
                 raise
-            loaded = datasets.load_dataset(str(snapshot_of(cached)), place.config)
+            loaded = datasets.load_dataset(str(snapshot_of(cached)), config)
         except RuntimeError as error:
             if "scripts are no longer supported" not in str(error):
                 raise
-            folder = place.copied_config or place.config or "default"
+            folder = place.copied_config or config or "default"
             loaded = datasets.load_dataset(place.name, data_dir=folder, revision=_PARQUET_COPY)
-    except Exception as error:  # the library raises its own, OSError, ValueError, requests' errors, ...
-        _name_configs(name, error)
-        reason = first_line(error)
-        raise ValueError(
-            f"--data_path {name}: the hub data set could not be loaded ({type(error).__name__}: {reason}); "
-            "check the name and the network, or give a local file or folder"
-        ) from error
+    except Exception as error:  # the library's own, OSError, ValueError, requests' errors, ...
+        cure = "check the name and the network, or give a local file or folder"
+        raise _refusal(name, error, cure) from error
     splits = dict(loaded)
     if place.splits is not None and set(place.splits) <= splits.keys():
         splits = {"train": splits[place.splits[0]], "test": splits[place.splits[1]]}
     return _parts(splits, name)
 
 
-def _name_configs(source: str, error: Exception) -> None:
-    """Raise ValueError with the ways to name a configuration where `datasets` asks for one."""
+def _refusal(source: str, error: Exception, cure: str) -> ValueError:
+    """An error of `datasets` as one that names the source, or the configurations to choose from."""
     asked = re.search(r"among the available configs: (.+)", str(error))
     if asked:
         named = ", ".join(f"{source}:{config}" for config in re.findall(r"'([^']+)'", asked[1]))
-        raise ValueError(f"--data_path {source}: it has several configurations; give {named}") from error
+        return ValueError(f"--data_path {source}: it has several configurations; give {named}")
+    reason = f"it could not be loaded ({type(error).__name__}: {first_line(error)})"
+    return ValueError(f"--data_path {source}: {reason}; {cure}")
 
 
 def load_local(
@@ -118,8 +116,7 @@ def load_local(
     """Training and evaluation rows of a file, a folder of such files, one that `datasets` saved, or a copy of
     a hub data set, of which `config` may name a configuration.
 
-    `max_rows`: of each file the first ones. Raises ValueError: nothing usable there; says what was found and
-    what would do.
+    `max_rows`: only the first ones of each file. Raises ValueError: there is nothing usable, with the cure.
     """
     folder = snapshot_of(path)
     is_saved = is_saved_folder(folder)
@@ -129,12 +126,8 @@ def load_local(
     datasets = _quiet_datasets()
     try:
         loaded = datasets.load_from_disk(folder) if is_saved else datasets.load_dataset(str(folder), config)
-    except Exception as error:  # pyarrow's, json's and the library's own
-        _name_configs(str(path), error)
-        reason = first_line(error)
-        raise ValueError(
-            f"--data_path {path}: `datasets` cannot read the folder ({reason}); name a file in it"
-        ) from error
+    except Exception as error:  # the library's own, pyarrow's, json's
+        raise _refusal(str(path), error, "name a file in it") from error
     return _parts(dict(loaded) if hasattr(loaded, "keys") else {"train": loaded}, str(path))
 
 
@@ -147,12 +140,12 @@ def digest_local(path: Path) -> str:
 
 
 def _quiet_datasets() -> ModuleType:
-    """The library, whose progress bars and notices stay off the console: its errors are raised."""
+    """The library, without its progress bars and notices: its errors are raised."""
     import datasets
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every retry
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry
     return datasets
 
 

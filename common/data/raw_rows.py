@@ -1,5 +1,5 @@
-"""Rows before their meaning: a sequence of dicts that knows where each came from; and local files to rows:
-JSON, JSON lines, CSV, Parquet, Arrow, a folder of train and eval files.
+"""Raw rows: a sequence of dicts that knows the place of each; and readers of local files: JSON, JSON lines,
+CSV, Parquet, Arrow, a folder of train and eval files.
 """
 
 import codecs
@@ -36,19 +36,19 @@ _EVAL_NAMES = {"eval", "evaluation", "test", "valid", "validation", "dev"}
 
 
 class RawRows:
-    """Rows by index, out of one place or several."""
+    """Rows by index, of one file or data set or of several."""
 
     def __init__(
         self,
         rows: Sequence[Any],
         origin: str,
         fingerprint: str = "",
-        locate: Callable[[int], tuple[str, int]] | None = None,
+        locate: Callable[[int], str] | None = None,
         read: Callable[[Any], Any] | None = None,
     ) -> None:
         """`rows` has a length and integer indexing; a `fingerprint` that changes when they do spares a digest
-        of their content. `locate` gives a row's file and line; by default they are numbered. `read` makes a
-        row, when it is asked for, of what stands in `rows`.
+        of their content. `locate` gives a row's file:line; by default rows are numbered. `read` makes a row
+        of an item of `rows` when it is asked for.
         """
         self._rows, self.origin, self.fingerprint = rows, origin, fingerprint
         self._locate, self._read = locate, read
@@ -57,43 +57,38 @@ class RawRows:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Row `index`. Raises BadRow: what is there is no row."""
+        """Row `index`. Raises BadRow: it is no row."""
         row = self._read(self._rows[index]) if self._read else self._rows[index]
         if not isinstance(row, dict):
             raise BadRow(f"the row is of type {type(row).__name__}, not an object with named columns")
         return row
 
-    def origin_and_line(self, index: int) -> tuple[str, int]:
-        """The file or data set that a row came from, and its line there, or its number from 1."""
-        return self._locate(index) if self._locate else (self.origin, index + 1)
-
     def location(self, index: int) -> str:
-        """Where the row is, for a message: file:line."""
-        origin, line = self.origin_and_line(index)
-        return f"{origin}:{line}"
+        """The place of a row: file:line, or the data set and the row's number from 1."""
+        return self._locate(index) if self._locate else f"{self.origin}:{index + 1}"
 
     def row_id(self, index: int, row: dict[str, Any]) -> str:
-        """A name for the row at `index`, which does not depend on the folder it lies in: what its column `id`
-        says, where that is a number or a short line of text, else file:line.
+        """The name of the row at `index`, the same in any folder: its column `id`, where that is a whole
+        number or a short line of text, else file:line.
         """
         own = row.get("id")
         if isinstance(own, int | str) and not isinstance(own, bool):
             name = str(own).strip()
             if name and name.isprintable() and len(name) <= LONGEST_ID:
                 return name
-        origin, line = self.origin_and_line(index)
-        return f"{PurePath(origin).name}:{line}"
+        return PurePath(self.location(index)).name
 
-    def update_digest(self, total: Any) -> None:
-        """Feed every row into a hashlib object."""
+    def digest(self) -> str:
+        """A text that changes with the rows."""
         if self.fingerprint:
-            total.update(self.fingerprint.encode())
-            return
+            return self.fingerprint
+        total = hashlib.sha256()
         for index in range(len(self)):
             try:
                 total.update(canonical(self[index]))
             except BadRow as error:
                 total.update(str(error).encode())
+        return f"{len(self)} {total.hexdigest()}"
 
 
 def canonical(row: Any) -> bytes:
@@ -159,9 +154,9 @@ def join_rows(parts: Sequence[RawRows]) -> RawRows:
     """The rows of several files, one file after the other."""
     joined = ConcatDataset(parts)
 
-    def locate(index: int) -> tuple[str, int]:
+    def locate(index: int) -> str:
         part = bisect_right(joined.cumulative_sizes, index)
-        return parts[part].origin_and_line(index - joined.cumulative_sizes[part] + len(parts[part]))
+        return parts[part].location(index - joined.cumulative_sizes[part] + len(parts[part]))
 
     return RawRows(joined, ", ".join(part.origin for part in parts), locate=locate)
 
@@ -169,8 +164,8 @@ def join_rows(parts: Sequence[RawRows]) -> RawRows:
 def group_rows(
     base: RawRows, keys: dict[int, Hashable], build: Callable[[list[dict[str, Any]]], dict[str, Any]]
 ) -> RawRows:
-    """Rows with equal keys as one, made by `build`, in the place and with the `id` of the first; one without
-    a key alone.
+    """Rows with equal keys as one, made by `build`, with the place and the `id` of the first; each row
+    without a key by itself.
     """
     by_key: dict[Hashable, list[int]] = {}
     for index in range(len(base)):
@@ -186,13 +181,13 @@ def group_rows(
         groups,
         base.origin,
         base.fingerprint,
-        locate=lambda i: base.origin_and_line(groups[i][0]),
+        locate=lambda i: base.location(groups[i][0]),
         read=read,
     )
 
 
 def readable(rows: RawRows) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield index and row of all rows that are rows."""
+    """Yield index and row of all rows that can be read."""
     for index in range(len(rows)):
         try:
             yield index, rows[index]
@@ -201,7 +196,7 @@ def readable(rows: RawRows) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def extension_of(path: Path) -> str | None:
-    """The extension if it is one that can be read, else None."""
+    """The extension of a file, if it is one that can be read, else None."""
     name = path.name.lower()
     return next((ext for ext in sorted(EXTENSIONS, key=len, reverse=True) if name.endswith(ext)), None)
 
@@ -290,14 +285,14 @@ def rows_of_text(path: Path, max_rows: int | None = None) -> RawRows:
         file.seek(start)
         return parse(file.read(num_bytes))
 
-    return RawRows(table, str(path), locate=lambda index: (str(path), int(table[index, 2])), read=read)
+    return RawRows(table, str(path), locate=lambda index: f"{path}:{table[index, 2]}", read=read)
 
 
 _READERS = {".parquet": rows_of_parquet, ".arrow": rows_of_arrow}
 
 
 def _open(path: Path) -> BinaryIO:
-    """The file behind its byte order mark, to be read at any place; gzipped: unpacked to a temporary file."""
+    """The file, at the end of its byte order mark; a gzipped one unpacked to a temporary file."""
     file: BinaryIO = path.open("rb")
     if path.name.lower().endswith(".gz"):
         with gzip.open(file) as packed:
@@ -330,19 +325,14 @@ def _write_lines(values: Iterable[tuple[int, Any]], file: BinaryIO) -> Iterator[
 def _json_list(file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]] | None:
     """The numbered items of a JSON list, which is read whole; None where the file has lines."""
     start = file.tell()
-    while (character := file.read(1)).isspace():
-        pass
+    is_list = file.read(4096).lstrip().startswith(b"[")
     file.seek(start)
-    if character != b"[":
+    if not is_list:
         return None
     try:
         return enumerate(json.loads(file.read().decode()), 1)
     except (ValueError, RecursionError) as error:
-        if extension_of(path).startswith(".jsonl"):  # lines, the first of which holds a list
-            file.seek(start)
-            return None
-        reason = error if isinstance(error, ValueError) else "it is nested too deeply"
-        raise ValueError(f"--data_path {path}: the file is not a JSON list ({reason})") from error
+        raise ValueError(f"--data_path {path}: the file is not a JSON list ({error})") from error
 
 
 def _csv_records(file: BinaryIO, path: Path) -> Iterator[tuple[int, list[str]]]:

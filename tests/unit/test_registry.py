@@ -58,15 +58,15 @@ def test_places_are_lines_of_the_file(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\n{"text": "a"}\n\n{"text": \n[1]\n{"text": "\xff"}\n')
     rows = load_source(str(path)).train
-    assert [rows.origin_and_line(i)[1] for i in range(len(rows))] == [2, 4, 5, 6]
-    assert rows.location(1) == f"{path}:4" and rows.row_id(1, {}) == "a.jsonl:4"
+    assert [rows.location(i) for i in range(len(rows))] == [f"{path}:{n}" for n in (2, 4, 5, 6)]
+    assert rows.row_id(1, {}) == "a.jsonl:4"
     for index, reason in ((1, "not JSON"), (2, "a JSON list, not an object"), (3, "not UTF-8")):
         with pytest.raises(BadRow, match=reason):
             rows[index]
     path = tmp_path / "a.csv"
     path.write_text('prompt,answer\n"two\nlines",x\n\ny,z\nonly one\n')
     rows = load_source(str(path)).train
-    assert [rows.origin_and_line(i)[1] for i in range(len(rows))] == [2, 5, 6]
+    assert [rows.location(i) for i in range(len(rows))] == [f"{path}:{n}" for n in (2, 5, 6)]
     with pytest.raises(BadRow, match="1 fields, the header 2"):
         rows[2]
 

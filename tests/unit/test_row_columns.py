@@ -102,7 +102,7 @@ def test_one_system_message_is_enough():
         ({"prompt": "a", "answer": "b", "tools": [{"parameters": {}}]}, "without the name of a function"),
         ({"prompt": "a", "answer": "b", "tools": "look"}, "'?tools'?: the text is not JSON"),
         ({"instruction": "a", "question": "b", "output": "c"}, "`instruction` and `question`; name the one"),
-        ({"prompt": "a", "completions": ["b", "c"], "labels": [True, False]}, r"completions\[0\] is of type str, not an answer"),
+        ({"prompt": "a", "completions": ["b", "c"], "labels": [True, False]}, "0\\] is of type str"),
         ({"question": "a", "rejected": "b"}, None),
         ({"chosen": "a", "rejected": "b"}, "`chosen` and `rejected`, but no `prompt`"),
         ({"prompt": "a", "response": [user("b"), reply("c")]}, "turns before the reply"),

@@ -1,4 +1,4 @@
-"""What an adapter is: it reads a data set's rows and says what a row means; and those of the usual forms."""
+"""Adapters, which read the rows of a data set and make Examples of them; the adapter of the usual forms."""
 
 import hashlib
 import inspect
@@ -22,7 +22,7 @@ ADAPTERS: dict[str, type] = {}  # Adapters, and classes that PortedClass can wra
 
 def digest_code(kind: type) -> str:
     """Digest of the files that hold a class and its bases, and of this folder, which they read rows by."""
-    files = [_file_of(part) for part in kind.__mro__]
+    files = [origin_of(part)[1] for part in kind.__mro__]
     files += map(str, sorted(Path(__file__).parent.glob("*.py")))
     total = hashlib.sha256(kind.__qualname__.encode())
     for file in files:
@@ -30,9 +30,11 @@ def digest_code(kind: type) -> str:
     return total.hexdigest()
 
 
-def _file_of(kind: type) -> str:
-    """The file that defines a class; its module's name where there is none."""
-    return getattr(sys.modules.get(kind.__module__), "__file__", None) or kind.__module__
+def origin_of(thing: Any) -> tuple[str, str]:
+    """The name of a class or function, and its file: the same when a module is imported again."""
+    thing = inspect.unwrap(thing)
+    module = sys.modules.get(thing.__module__)
+    return thing.__qualname__, getattr(module, "__file__", None) or thing.__module__
 
 
 class Adapter:
@@ -132,7 +134,7 @@ def register_dataset(*names: str) -> Callable[[type], type]:
     def register(kind: type) -> type:
         for name in names:
             known = ADAPTERS.get(name, kind)
-            if (known.__qualname__, _file_of(known)) != (kind.__qualname__, _file_of(kind)):
+            if origin_of(known) != origin_of(kind):
                 raise ValueError(f"data set name {name!r} is registered twice: by {known} and {kind}")
             ADAPTERS[name] = kind
         return kind

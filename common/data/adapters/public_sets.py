@@ -9,7 +9,7 @@ from typing import Any
 
 from common.data.adapters.base import Adapter, AnyForm, register_dataset
 from common.data.adapters.row_forms import read_row
-from common.data.adapters.row_parts import TRUTHS, filled, finite_number, split_marked, truth_of
+from common.data.adapters.row_parts import filled, finite_number, is_true, split_marked
 from common.data.example import BadRow, Example
 
 _LEADING_CUE = re.compile(r"\A\s*Assistant:")
@@ -82,12 +82,9 @@ def without_citations(row: dict[str, Any]) -> dict[str, Any]:
 
 def preferred_comment(row: dict[str, Any]) -> dict[str, Any]:
     """A post (`history`) with two comments; `labels` 1 prefers human_ref_A, 0 prefers human_ref_B."""
-    a, b = row["human_ref_A"], row["human_ref_B"]
-    prefers_a = truth_of(row["labels"], TRUTHS)
-    if prefers_a is None:
-        raise BadRow(f"'labels' is {row['labels']!r}, not 0 or 1")
-    chosen, rejected = (a, b) if prefers_a else (b, a)
-    return {"prompt": row["history"], "chosen": chosen, "rejected": rejected}
+    comments = (row["human_ref_A"], row["human_ref_B"])
+    prefers_a = is_true("'labels'", row["labels"])
+    return {"prompt": row["history"], "chosen": comments[not prefers_a], "rejected": comments[prefers_a]}
 
 
 REWRITERS = {

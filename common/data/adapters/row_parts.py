@@ -174,9 +174,9 @@ def _content_text(where: str, content: Any) -> str:
         return content or ""
     texts = []
     for part in expect(f"{where}['content']", content, list | tuple, "text"):
-        part = {"text": part} if isinstance(part, str) else part
-        kind = part.get("type") if isinstance(part, Mapping) else kind_of(part)
-        text = part.get("text") if kind in (None, *_TEXT_PARTS) else None
+        part = {"text": part} if isinstance(part, str) else expect(f"{where}: a part", part, Mapping, "text")
+        kind = part.get("type", "text")
+        text = part.get("text") if kind in _TEXT_PARTS else None
         if not isinstance(text, str) or not _is_learned(where, part):
             raise BadRow(f"{where}['content'] has a part {kind!r} that is no text to learn; give texts alone")
         texts.append(text)
@@ -185,11 +185,8 @@ def _content_text(where: str, content: Any) -> str:
 
 def _is_learned(where: str, turn: Mapping[str, Any]) -> bool:
     """Whether the marks of a turn let step 1 learn it. Raises BadRow: a mark is neither true nor false."""
-    answers = {name: truth_of(turn[name], TRUTHS) for name in _MARKS if turn.get(name) is not None}
-    unclear = [f"[{name!r}] is {turn[name]!r}" for name, answer in answers.items() if answer is None]
-    if unclear:
-        raise BadRow(f"{where}{unclear[0]}; a turn is learnt, 1 or true, or context, 0 or false")
-    return all(answer != (name == "masked") for name, answer in answers.items())
+    marks = {name: is_true(f"{where}[{name!r}]", turn[name]) for name in _MARKS if turn.get(name) is not None}
+    return all(is_marked != (name == "masked") for name, is_marked in marks.items())
 
 
 def parse_functions(where: str, value: Any) -> list[dict[str, Any]]:
@@ -316,16 +313,20 @@ def truth_of(value: Any, words: Mapping[str, bool]) -> bool | None:
     return words.get(re.sub(r"\b[\s_-]+\b", "_", text.strip().lower()))
 
 
+def is_true(where: str, value: Any) -> bool:
+    """Whether a value is 1 or true. Raises BadRow: it is neither that nor 0 or false."""
+    answer = truth_of(value, TRUTHS)
+    if answer is None:
+        raise BadRow(f"{where} is {value!r}, neither 1 (true) nor 0 (false)")
+    return answer
+
+
 def expect(where: str, value: Any, kind: Any, words: str) -> Any:
     """A value of the right kind. Raises BadRow: it is of another."""
     if not isinstance(value, kind):
-        raise BadRow(f"{where} is {kind_of(value)}, not {words}")
+        kind_of_value = "null" if value is None else f"of type {type(value).__name__}"
+        raise BadRow(f"{where} is {kind_of_value}, not {words}")
     return value
-
-
-def kind_of(value: Any) -> str:
-    """The kind of a value, for a message."""
-    return "null" if value is None else f"of type {type(value).__name__}"
 
 
 def rank_by_score(
