@@ -65,7 +65,7 @@ class ChatTemplate(Template):
         self.has_end = self.eot_token in end
         self._check_end(end)
         closing = end.partition(self.eot_token)[2]
-        _, *self._closing_ids = self._fast.encode(self.eot_token + closing, add_special_tokens=False).ids
+        _, *self.closing_ids = self._fast.encode(self.eot_token + closing, add_special_tokens=False).ids
         for key in ("reasoning", "thinking", "reasoning_content"):
             thinks = reply._replace(extras=json.dumps({key: "probe thought"}))
             with suppress(BadRow):  # a template may refuse the name
@@ -90,11 +90,6 @@ class ChatTemplate(Template):
                 f"--template chat ends no turn of the assistant, and the tokenizer's eos {self.eot_token!r} "
                 f"is not what follows one; pass --eot_token '{token}', which begins the next turn"
             )
-
-    @property
-    def closing_ids(self) -> list[int]:
-        """See `Template.closing_ids`."""
-        return self._closing_ids
 
     @property
     def chat_template(self) -> Any:

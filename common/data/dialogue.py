@@ -53,6 +53,7 @@ class Template(ABC):
         self.tokenizer = tokenizer
         self.eot_token: str = tokenizer.eos_token
         self.eot_id: int = tokenizer.eos_token_id
+        self.closing_ids: list[int] = []  # behind the end-of-turn token of a dialogue's last reply
         self.bos_id: int | None = tokenizer.bos_token_id if adds_bos(tokenizer) else None
         # A byte-level post-processor trims spaces off the offsets, which would hide a token that straddles.
         self._fast = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
@@ -89,13 +90,8 @@ class Template(ABC):
         """The text of messages behind a reply's end-of-turn token, up to where the next reply follows."""
 
     @property
-    def closing_ids(self) -> list[int]:
-        """Token ids that the template puts behind the end-of-turn token of a dialogue's last reply."""
-        return []
-
-    @property
     def chat_template(self) -> Any:
-        """What an export's tokenizer has as its chat template."""
+        """The chat template of an export's tokenizer."""
         return self.tokenizer.chat_template
 
     def text_segments(self, text: str) -> list[Segment]:

@@ -160,6 +160,4 @@ def _parts(splits: dict[str, Any], name: str) -> tuple[RawRows, RawRows | None]:
 
 
 def _rows(split: Any, origin: str) -> RawRows:
-    if len(split) == 0:
-        raise ValueError(f"--data_path {origin}: the data set is empty; it must hold at least one row")
     return RawRows(split.with_format(None), origin, str(split._fingerprint))

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import zlib
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, islice
@@ -114,7 +115,8 @@ def parse_json_row(data: bytes) -> dict[str, Any]:
 def rows_of_parquet(path: Path, max_rows: int | None = None) -> RawRows:
     """The first `max_rows` of a file, of which one row group is in memory at a time: read them in order."""
     file = pq.ParquetFile(path, memory_map=True)
-    sizes = (file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups))
+    sizes = (file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
+    ends = list(accumulate(sizes))
 
     @lru_cache(maxsize=1)
     def read_group(group: int) -> pa.Table:
@@ -123,7 +125,12 @@ def rows_of_parquet(path: Path, max_rows: int | None = None) -> RawRows:
         except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
             raise ValueError(f"--data_path {path}: the file cannot be read as .parquet: {error}") from error
 
-    return _rows_of_groups(path, list(sizes), read_group, max_rows)
+    def read(index: int) -> dict[str, Any]:
+        group = bisect_right(ends, index)
+        table = read_group(group)
+        return _row_of_table(table, index - ends[group] + len(table))
+
+    return RawRows(range(file.metadata.num_rows)[:max_rows], str(path), read=read)
 
 
 def rows_of_arrow(path: Path, max_rows: int | None = None) -> RawRows:
@@ -132,22 +139,11 @@ def rows_of_arrow(path: Path, max_rows: int | None = None) -> RawRows:
     is_file = source.read(6) == b"ARROW1"
     source.seek(0)
     table = (pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)).read_all()
-    batches = table.to_batches()
-    return _rows_of_groups(path, [batch.num_rows for batch in batches], batches.__getitem__, max_rows)
+    return RawRows(range(len(table))[:max_rows], str(path), read=partial(_row_of_table, table))
 
 
-def _rows_of_groups(
-    path: Path, sizes: Sequence[int], read_group: Callable[[int], Any], max_rows: int | None
-) -> RawRows:
-    """The first `max_rows` rows of groups of these sizes."""
-    ends = list(accumulate(sizes))
-
-    def read(index: int) -> dict[str, Any]:
-        group = bisect_right(ends, index)
-        first = ends[group - 1] if group else 0
-        return read_group(group).slice(index - first, 1).to_pylist()[0]
-
-    return RawRows(range(sum(sizes))[:max_rows], str(path), read=read)
+def _row_of_table(table: pa.Table, index: int) -> dict[str, Any]:
+    return table.slice(index, 1).to_pylist()[0]
 
 
 def join_rows(parts: Sequence[RawRows]) -> RawRows:
@@ -167,10 +163,9 @@ def group_rows(
     """Rows with equal keys as one, made by `build`, with the place and the `id` of the first; each row
     without a key by itself.
     """
-    by_key: dict[Hashable, list[int]] = {}
+    by_key: dict[Hashable, list[int]] = defaultdict(list)
     for index in range(len(base)):
-        key = ("key", keys[index]) if index in keys else ("row", index)
-        by_key.setdefault(key, []).append(index)
+        by_key[keys.get(index, ("row", index))].append(index)
     groups = list(by_key.values())
 
     def read(group: list[int]) -> dict[str, Any]:
@@ -198,7 +193,7 @@ def readable(rows: RawRows) -> Iterator[tuple[int, dict[str, Any]]]:
 def extension_of(path: Path) -> str | None:
     """The extension of a file, if it is one that can be read, else None."""
     name = path.name.lower()
-    return next((ext for ext in sorted(EXTENSIONS, key=len, reverse=True) if name.endswith(ext)), None)
+    return next((ext for ext in EXTENSIONS if name.endswith(ext)), None)
 
 
 def find_parts(path: Path) -> tuple[list[Path], list[Path]]:
@@ -216,16 +211,16 @@ def find_parts(path: Path) -> tuple[list[Path], list[Path]]:
                 '{"text": "..."}, in a .jsonl file'
             )
         return [path], []
-    found = sorted(path.iterdir())
+    content = sorted(path.iterdir())
     # Files called train-00.jsonl, train.json, my-data-train.csv, ...
     words = {
-        p: set(re.split(r"[-_. ]|\d+", p.name.lower())) for p in found if p.is_file() and extension_of(p)
+        p: set(re.split(r"[-_. ]|\d+", p.name.lower())) for p in content if p.is_file() and extension_of(p)
     }
     train, held_out = ([p for p in words if words[p] & names] for names in (_TRAIN_NAMES, _EVAL_NAMES))
     if not train:
         raise ValueError(
             f"--data_path {path}: the folder has no train* file ({', '.join(EXTENSIONS)}) and was not saved "
-            f"by datasets.save_to_disk; found {', '.join(p.name for p in found[:5]) or 'nothing'}; name a "
+            f"by datasets.save_to_disk; found {', '.join(p.name for p in content[:5]) or 'nothing'}; name a "
             "file itself, or call it train"
         )
     return train, held_out

@@ -47,19 +47,26 @@ class NoTokenizer(ValueError):
 class RawSource:
     """One entry of `--data_path`: its rows are read when they are first asked for."""
 
+    is_whole = False  # a step uses all rows, not its share: of --sft_only_data_path
+
     def __init__(self, name: str, adapter: Adapter) -> None:
-        self.name, self.adapter = name, adapter
+        self.name = name
+        self.adapter = adapter
 
     @cached_property
-    def _parts(self) -> list[RawRows | None]:
+    def _parts(self) -> tuple[RawRows, RawRows | None]:
         adapter = self.adapter
         parts = (
             adapter.load()
             if adapter.local is None
             else load_local(adapter.local, adapter.max_rows, adapter.hub_config)
         )
-        raw = (rows if isinstance(rows, RawRows | None) else RawRows(rows, self.name) for rows in parts)
-        return [rows and adapter.arrange(rows) for rows in raw]
+        train, held_out = (
+            rows if isinstance(rows, RawRows) else RawRows(rows or [], self.name) for rows in parts
+        )
+        if not len(train):
+            raise ValueError(f"--data_path {self.name}: it has no rows; it must hold at least one")
+        return adapter.arrange(train), adapter.arrange(held_out) if len(held_out) else None
 
     @property
     def needs_hub(self) -> bool:
@@ -77,8 +84,8 @@ class RawSource:
         return self._parts[1]
 
     def notes(self, stage: int) -> list[str]:
-        """Lines for the data report, when the rows have been read: how they were read, and what was not."""
-        return [f"{self.name}: {note}" for note in (*self.adapter.notes, *self.adapter.unread(stage))]
+        """Lines for the data report, when the rows have been read."""
+        return [f"{self.name}: {note}" for note in self.adapter.notes_of(stage)]
 
     def digest(self) -> str:
         """Changes with the rows and with the code that reads them."""

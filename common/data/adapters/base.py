@@ -47,6 +47,7 @@ class Adapter:
     """
 
     notes: tuple[str, ...] = ()  # for the data report, when the rows have been read
+    kind: type | None = None  # a class of the user's own that the adapter wraps
     arguments: dict[str, Any] = {}  # of its constructor, by --data_path
     score_column: str = DEFAULT_SCORE_COLUMN  # --score_column
     local: Path | None = None  # the file or folder to read in place of what `load` gives
@@ -55,7 +56,7 @@ class Adapter:
     own_names: Mapping[str, str] = {}  # --columns: of each column of a form, what the rows call it
 
     def __init__(self, source: str = "") -> None:
-        """Keep the name by which the data set was asked for."""
+        """`source` is the name by which the data set was asked for."""
         self.source = source
 
     def load(self) -> tuple[Sequence[dict[str, Any]] | RawRows, Sequence[dict[str, Any]] | RawRows | None]:
@@ -72,13 +73,13 @@ class Adapter:
         """
         return rows
 
-    def unread(self, stage: int) -> list[str]:
-        """Lines of the data report: columns and keys that a step does not read, with their counts."""
-        return []
+    def notes_of(self, stage: int) -> list[str]:
+        """Lines for a step's data report, when the rows have been read."""
+        return list(self.notes)
 
     def code_digest(self) -> str:
         """Changes when this adapter is edited, so that no token cache outlives the code that filled it."""
-        return digest_code(type(self))
+        return " ".join(digest_code(kind) for kind in (type(self), self.kind) if kind)
 
     def to_examples(self, row: dict[str, Any]) -> list[Example]:
         """Examples of a raw row. Raises BadRow: the row's form is wrong."""
@@ -164,7 +165,7 @@ class AnyForm(Adapter):
             return row_forms.group_scored(rows, self.score_column, self.own_names, self._unread)
         if self.score_column != DEFAULT_SCORE_COLUMN:
             note = f"no column {self.score_column!r} (--score_column): read as prompt/response without scores"
-            self.notes = tuple(dict.fromkeys((*self.notes, note)))
+            self.notes = tuple(dict.fromkeys((*self.notes, note)))  # once for both parts
         return rows
 
     def to_examples(self, row: dict[str, Any]) -> list[Example]:
@@ -172,11 +173,12 @@ class AnyForm(Adapter):
             return message_trees.tree_examples(row)
         return row_forms.read_row(row, self.own_names, self._unread)
 
-    def unread(self, stage: int) -> list[str]:
-        """See Adapter; step 3 hands columns to rewards."""
+    def notes_of(self, stage: int) -> list[str]:
+        """See Adapter; columns and keys that were not read. Step 3 gives columns to rewards."""
         counts = {what: n for what, n in self._unread.items() if stage != 3 or not what.startswith("column")}
-        lines = [f"{what} is not read: {n:,} rows" for what, n in sorted(counts.items())[:MOST_UNREAD]]
-        return lines + [f"{len(counts) - MOST_UNREAD} more are not read"] * (len(counts) > MOST_UNREAD)
+        lines = [f"{what} is not read: {n:,} rows" for what, n in sorted(counts.items())]
+        more = [f"{len(lines) - MOST_UNREAD} more are not read"] if len(lines) > MOST_UNREAD else []
+        return [*self.notes, *lines[:MOST_UNREAD], *more]
 
 
 def parameters_of(kind: type) -> set[str]:
@@ -209,29 +211,22 @@ class MapStyle(AnyForm):
                 f"--data_path {source}: {kind.__name__} needs get_prompt, as DeepSpeed-Chat's classes have, "
                 "or __len__ and __getitem__ that give rows, or must derive from common.data.registry.Adapter"
             )
-        self._kind, self._rows = kind, make_own(kind, source, args, named)
+        self.kind, self._rows = kind, make_own(kind, source, args, named)
 
     def load(self) -> tuple[RawRows, None]:
-        """See Adapter; a row that cannot be had is a bad row. Raises ValueError: there is none."""
+        """See Adapter; a row is bad where the index raises. Raises ValueError: the length raises."""
         try:
-            num_rows = len(self._rows)
+            return RawRows(range(len(self._rows)), self.source, read=self._read), None
         except Exception as error:  # the class's own
             raise ValueError(
                 f"--data_path {self.source}: its length raised {kind_and_line(error)}; mend it"
             ) from error
-        if num_rows == 0:
-            raise ValueError(f"--data_path {self.source}: it has no rows; it must hold at least one")
-        return RawRows(range(num_rows), self.source, read=self._read), None
 
     def _read(self, index: int) -> Any:
         try:
             return self._rows[index]
         except Exception as error:  # the class's own
             raise BadRow(f"the index raised {kind_and_line(error)}") from error
-
-    def code_digest(self) -> str:
-        """See Adapter; the user's file counts."""
-        return super().code_digest() + digest_code(self._kind)
 
 
 @register_dataset("local/jsonfile")

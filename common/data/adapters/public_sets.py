@@ -9,10 +9,9 @@ from typing import Any
 
 from common.data.adapters.base import Adapter, AnyForm, register_dataset
 from common.data.adapters.row_forms import read_row
-from common.data.adapters.row_parts import filled, finite_number, is_true, split_marked
+from common.data.adapters.row_parts import LEADING_CUE, filled, finite_number, is_true, split_marked
 from common.data.example import BadRow, Example
 
-_LEADING_CUE = re.compile(r"\A\s*Assistant:")
 _VICUNA_TURN = re.compile(r"(?:\A|\s|</s>)\s*(USER|ASSISTANT):")
 _CITATION = re.compile(r" ?\[\d+(?:\s*[,;-]\s*\d+)*\]")  # of a page: [1], [2, 3]
 USUAL_FORMS = (
@@ -57,7 +56,7 @@ class NamedColumns(AnyForm):
 
 def without_cues(row: dict[str, Any]) -> dict[str, Any]:
     """Replies without the `Assistant:` that they begin with."""
-    return row | {name: _LEADING_CUE.sub("", filled(name, row[name])) for name in ("chosen", "rejected")}
+    return row | {name: LEADING_CUE.sub("", filled(name, row[name])) for name in ("chosen", "rejected")}
 
 
 def vicuna_turns(row: dict[str, Any]) -> dict[str, Any]:

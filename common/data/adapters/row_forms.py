@@ -320,9 +320,7 @@ def read_row(
     for form in ROW_FORMS:
         if all(name in row for name in form.columns) and (form.fits is None or form.fits(row)):
             examples = _with_tools_and_weight(row, form.to_examples(row))
-            left_out = row.unread()
-            if unread is not None:
-                unread.update(left_out)
+            (Counter() if unread is None else unread).update(row.unread())
             return examples
     raise row.lacks(_what_is_missing(row))
 
@@ -335,9 +333,8 @@ def _with_tools_and_weight(row: Row, examples: list[Example]) -> list[Example]:
     weight = truth_of(row["weight"], TRUTHS) if "weight" in row else True
     if weight:
         return examples
-    absence = EmptyRow("its weight is 0")
-    if weight is None:
-        absence = BadRow(f"its weight is {row['weight']!r}: a row is learnt (1) or not (0)")
+    reason = f"its weight is {row['weight']!r}: a row is learnt (1) or not (0)"
+    absence = BadRow(reason) if weight is None else EmptyRow("its weight is 0")
     return [Example(examples[0].prompt, tools=examples[0].tools, absence=absence)]
 
 

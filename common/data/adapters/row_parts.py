@@ -54,6 +54,7 @@ _GREATEST = float(np.finfo(np.float32).max)
 _TURN = re.compile(r"(?:\A\s*|\n\s*)(Human|Assistant):")
 _HELPSTEER_TURN = re.compile(r"<extra_id_1>(User|Assistant)\n")
 _CUE = re.compile(r"(?:\A|\s)Assistant:\s*\Z")
+LEADING_CUE = re.compile(r"\A\s*Assistant:")
 _REPLY_MARK = re.compile(r"(?:\A|\n\s*)Assistant:")
 
 
@@ -287,6 +288,14 @@ def is_blank(value: Any) -> bool:
     if isinstance(value, str):
         return not value.strip()
     return value is None or (isinstance(value, list | tuple | Mapping) and not value)
+
+
+def check_encodable(text: str) -> None:
+    """Raise BadRow where a text is not Unicode that UTF-8 can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRow(f"the text has half of a surrogate pair at character {error.start}") from error
 
 
 def filled(column: str, value: Any, kind: type = str) -> Any:
