@@ -21,7 +21,8 @@ from common.data.dialogue import (
 )
 from common.data.example import BadRow, Message, RewritesPast
 
-GAP = " ... "  # stands where a question has lost its middle
+GAP = " ... "  # in place of the middle that a question has lost
+BORDER_TOKENS = 4  # that may come out otherwise at the sides of a gap
 
 
 class OtherEndOfTurn(ValueError):
@@ -190,17 +191,15 @@ class ChatTemplate(Template):
     def shorten(self, prompt: Sequence[Message], max_tokens: int, tools: str = "") -> tuple[Message, ...]:
         """See `Template.shorten`; a question that is too long alone loses its middle."""
         *head, last = super().shorten(prompt, max_tokens, tools)
-        text, excess = last.content.strip(), self._count_tokens([*head, last], tools) - max_tokens
-        spans = self._fast.encode(text, add_special_tokens=False).offsets if excess > 0 else []
-        num_gap = len(self._fast.encode(GAP, add_special_tokens=False).ids)
-        for margin in (0, 4, 16):  # tokens at the sides of the gap may come out otherwise than before
-            num_kept = len(spans) - excess - num_gap - margin
-            if excess <= 0 or num_kept < 2:
-                break
-            begin, end = spans[num_kept // 2 - 1][1], spans[num_kept // 2 - num_kept][0]
+        text = last.content.strip()
+        spans = self._fast.encode(text, add_special_tokens=False).offsets
+        num_gap = len(self._fast.encode(GAP, add_special_tokens=False).ids) + BORDER_TOKENS
+        excess = self._count_tokens([*head, last], tools) - max_tokens
+        num_kept = len(spans) - excess - num_gap
+        if excess > 0 and num_kept >= 2:
+            begin = spans[num_kept // 2 - 1][1]
+            end = spans[num_kept // 2 - num_kept][0]
             last = last._replace(content=text[:begin] + GAP + text[end:])
-            if self._count_tokens([*head, last], tools) <= max_tokens:
-                break
         return (*head, last)
 
     def _render(

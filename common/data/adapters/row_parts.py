@@ -119,7 +119,9 @@ def check_filled(where: str, message: Message) -> None:
     """Raise EmptyRow where a turn of the user or the assistant has no text and no tool call."""
     is_empty = is_blank(message.content) and '"tool_calls"' not in message.extras
     if message.role in ("user", "assistant") and is_empty:
-        raise EmptyRow(f"{where} is empty: the turn of the {message.role} has no text")
+        raise EmptyRow(
+            f"{where} is empty: the turn of the {message.role} has no text in 'content' or 'value'"
+        )
 
 
 def parse_turns(column: str, value: Any) -> tuple[Message, ...]:
@@ -134,11 +136,9 @@ def _parse_turn(where: str, turn: Any) -> Turn:
     expect(where, turn, Mapping, "an object with 'role' and 'content'")
     parts = {key: _only_value(where, turn, names) for key, names in _TURN_NAMES.items()}
     speaker, content, calls = (parts.pop(key) for key in ("role", "content", "tool_calls"))
-    if speaker is None or not (calls or any(name in turn for name in _TURN_NAMES["content"])):
-        raise BadRow(f"{where} has no 'role' and 'content', nor 'from' and 'value'")
     role = SPEAKERS.get(str(speaker).lower())
     if role is None:
-        raise BadRow(f"{where} has role {speaker!r}; roles are {', '.join(SPEAKERS)}")
+        raise BadRow(f"{where} has {speaker!r} in 'role' or 'from'; roles are {', '.join(SPEAKERS)}")
     for name, cure in _REFUSED_KEYS.items():
         if not is_blank(turn.get(name)):
             raise BadRow(f"{where} has {name!r}, which cannot be used there; {cure}")
