@@ -124,9 +124,8 @@ class ChatTemplate(Template):
         text = self._render(prompt, tools, add_generation_prompt=True)
         names = [tool_name(tool) for tool in json.loads(tools or "[]")]
         names += [name for message in prompt for name in called_tools(message)]
-        said = [message.content for message in prompt if message.role == "user"]
-        self._check_shown([("a text of the user", part) for part in said], text)
-        self._check_shown([("a tool or a call of one", name) for name in names], text)
+        parts = [("a text of the user", message.content) for message in prompt if message.role == "user"]
+        self._check_shown(parts + [("a tool or a call of one", name) for name in names], text)
         return text
 
     def _last_turn(self, conversation: Sequence[Message], tools: str) -> tuple[str, str]:
@@ -145,9 +144,12 @@ class ChatTemplate(Template):
         text = shown[len(asked) :]
         thought, _, said = reply.content.rpartition("</think>")
         reasoning = json.loads(reply.extras or "{}").get("reasoning_content", "")
-        parts = [("the reply", said), ("the thought", thought.rpartition("<think>")[2])]
-        parts += [("reasoning_content", reasoning)]
-        parts += [("tool_calls", name) for name in called_tools(reply)]
+        parts = [
+            ("the reply", said),
+            ("the thought", thought.rpartition("<think>")[2]),
+            ("reasoning_content", reasoning),
+            *(("tool_calls", name) for name in called_tools(reply)),
+        ]
         self._check_shown(parts, text)
         head, end, _ = text.rpartition(self.eot_token)
         if end or not self.has_end:

@@ -10,6 +10,7 @@ import json
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,16 +147,16 @@ class Template(ABC):
         input_ids: list[int] = encoding.ids
         spans: list[tuple[int, int]] = encoding.offsets
         starts = [span[0] for span in spans]
+        ends = list(accumulate(len(segment.text) for segment in segments))
+        borders = [bisect_left(starts, end) for end in ends]  # the first token behind each segment
         mask: list[bool] = []
-        straddles, position = False, 0
-        for segment in segments:
-            if segment.is_response and position > 0:
-                first = bisect_left(starts, position)
-                straddles |= first > 0 and spans[first - 1][1] > position
-            position += len(segment.text)
-            last = bisect_left(starts, position)
-            mask += [segment.is_response] * (last - len(mask))
+        for segment, border in zip(segments, borders, strict=True):
+            mask += [segment.is_response] * (border - len(mask))
         mask += [False] * (len(input_ids) - len(mask))
+        straddles = any(
+            response.is_response and border > 0 and spans[border - 1][1] > end
+            for response, border, end in zip(segments[1:], borders, ends, strict=False)
+        )
         if self.bos_id is not None and input_ids[:1] != [self.bos_id]:
             input_ids, mask = [self.bos_id, *input_ids], [False, *mask]
         return Tokenised(input_ids, mask, straddles)

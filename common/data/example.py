@@ -1,4 +1,4 @@
-"""What one row of data means, whatever file or hub it came from."""
+"""Messages and Examples: the meaning of a row of data, whatever its source."""
 
 import json
 from collections.abc import Mapping
@@ -6,11 +6,17 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 ROLES = ("system", "user", "assistant", "tool")
+# What a row without it lacks to serve a step.
+MISSING = {
+    1: "there is no answer to learn",
+    2: "there is no pair of a chosen and a rejected answer; step 1 can use it by --sft_only_data_path",
+    3: "there is no prompt",
+}
 LONGEST_REASON = 400  # characters: a row may hold anything, and a message must stay one
 
 
 class BadRow(ValueError):
-    """A row whose form is wrong; the text is the reason, without the place."""
+    """A row of a wrong form; the text is the reason, without the place."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]} ...")
@@ -82,20 +88,17 @@ def missing_for(stage: int, example: Example, *, is_unpaired: bool = False) -> B
 
     `is_unpaired`: step 2 takes rated answers too, as --loss kto does.
     """
-    if stage != 2 and example.for_pairs_only:
-        reason = "there is a better answer"
-    elif stage == 1 and not (example.chosen or example.text):
-        reason = "there is no answer to learn"
-    elif stage == 2 and example.is_rated:
+    if stage == 2 and example.is_rated:
         return None if is_unpaired else BadRow("an answer with a label is no pair; --loss kto learns from it")
-    elif stage == 2 and not (example.chosen and example.rejected):
-        reason = (
-            "there is no pair of a chosen and a rejected answer; step 1 can use it by --sft_only_data_path"
-        )
-    elif stage == 3 and not example.prompt:
-        reason = "there is no prompt"
-    else:
+    is_worse = stage != 2 and example.for_pairs_only
+    serves = {
+        1: example.chosen or example.text,
+        2: example.chosen and example.rejected,
+        3: example.prompt,
+    }
+    if serves[stage] and not is_worse:
         return None
+    reason = "there is a better answer" if is_worse else MISSING[stage]
     if example.absence is None:
         return BadRow(reason)
     return type(example.absence)(f"{reason} ({example.absence})")

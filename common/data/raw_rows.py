@@ -73,10 +73,9 @@ class RawRows:
         number or a short line of text, else file:line.
         """
         own = row.get("id")
-        if isinstance(own, int | str) and not isinstance(own, bool):
-            name = str(own).strip()
-            if name and name.isprintable() and len(name) <= LONGEST_ID:
-                return name
+        name = str(own).strip() if isinstance(own, int | str) and not isinstance(own, bool) else ""
+        if name and name.isprintable() and len(name) <= LONGEST_ID:
+            return name
         return PurePath(self.location(index)).name
 
     def digest(self) -> str:
@@ -101,12 +100,8 @@ def parse_json_row(data: bytes) -> dict[str, Any]:
     """Return the object that a line of JSON holds. Raises BadRow."""
     try:
         row = json.loads(data.decode())  # bytes would be taken for UTF-16 or 32 where they look like it
-    except UnicodeDecodeError as error:
-        raise BadRow(f"the line is not UTF-8 ({error.reason} at byte {error.start})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
         raise BadRow(f"the line is not JSON ({error})") from error
-    except RecursionError as error:
-        raise BadRow("the line is not JSON (it is nested too deeply)") from error
     if not isinstance(row, dict):
         raise BadRow(f"the line is a JSON {type(row).__name__}, not an object with named columns")
     return row

@@ -188,7 +188,7 @@ def _usable(examples: Sequence[Example], options: DataOptions, report: DataRepor
     stage = options.stage
     problems = [missing_for(stage, example, is_unpaired=options.is_unpaired) for example in examples]
     if None not in problems:
-        raise problems[0] or AssertionError("a row gave no example")
+        raise problems[0]
     usable = [example for example, problem in zip(examples, problems, strict=True) if problem is None]
     if stage == 2:
         report.num_ties += sum(example.is_tie for example in usable)

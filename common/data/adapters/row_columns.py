@@ -113,11 +113,10 @@ class Row(dict[str, Any]):
         if not self.is_filled("system"):
             return messages
         system = Message("system", filled(self.own("system"), self["system"]))
-        if messages[0].role != "system":
-            return (system, *messages)
-        if spoken(messages[:1]) != spoken([system]):
+        has_own = messages[0].role == "system"
+        if has_own and spoken(messages[:1]) != spoken([system]):
             raise BadRow(f"{self.own('system')!r} differs from the system message of the turns; leave one")
-        return messages
+        return messages if has_own else (system, *messages)
 
     def unread(self) -> set[str]:
         """Columns and keys that were not read, in words for the report. Raises BadRow: one matters."""

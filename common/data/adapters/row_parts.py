@@ -68,11 +68,9 @@ def parse_dialogue(text: str) -> tuple[Message, ...] | None:
     speakers = _TURN.findall(text)
     if "Human" not in speakers:
         return None
-    messages = split_marked(text, _TURN, opening_role="system")
     if speakers[-1] == "Human":  # " Human: q Assistant:" on one line
-        question = _CUE.sub("", messages[-1].content).strip()
-        messages = (*messages[:-1], Turn("user", question))
-    return messages
+        text = _CUE.sub("", text)
+    return split_marked(text, _TURN, opening_role="system")
 
 
 def split_marked(text: str, mark: re.Pattern[str], *, opening_role: str) -> tuple[Message, ...]:
@@ -83,8 +81,8 @@ def split_marked(text: str, mark: re.Pattern[str], *, opening_role: str) -> tupl
     marks = list(mark.finditer(text))
     opening = (text[: marks[0].start()] if marks else text).strip()
     messages = [Turn(opening_role, opening)] if opening else []
-    for i, here in enumerate(marks):
-        end = marks[i + 1].start() if i + 1 < len(marks) else len(text)
+    ends = [here.start() for here in marks[1:]] + [len(text)]
+    for here, end in zip(marks, ends, strict=False):
         messages.append(Turn(SPEAKERS[here[1].lower()], text[here.end() : end].strip()))
     if messages and messages[-1] == Message("assistant", ""):
         messages.pop()
