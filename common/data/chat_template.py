@@ -1,6 +1,6 @@
-"""The tokenizer's own chat template as a form of dialogue; forms by their names.
+"""The tokenizer's own chat template as a template of rows; templates by their names.
 
-A row is cut out of what the template renders of its conversation: byte for byte what other programs render.
+A row is cut out of the text that the template renders of its conversation, as other programs render it.
 """
 
 import json
@@ -40,11 +40,11 @@ class ChatTemplate(Template):
     keeps_headers = True
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, variables: str = "") -> None:
-        """Learn by probes what ends a reply, what stands behind that, and where a thought is given.
+        """Find by probes the end of a reply, the text behind it, and the key of a thought.
 
         `variables` is a JSON object that every rendering gets. Raises ValueError: it is no object, there is
-        no chat template, it leaves out what is said, or it does not end a turn; OtherEndOfTurn: it ends a
-        turn by another token than the tokenizer's eos.
+        no chat template, or that leaves texts out or does not end a turn; OtherEndOfTurn: it ends a turn by
+        another token than the tokenizer's eos.
         """
         super().__init__(tokenizer)
         if not tokenizer.chat_template:
@@ -54,13 +54,13 @@ class ChatTemplate(Template):
             )
         self._form = json.dumps(["whole", tokenizer.chat_template, variables])
         self._variables = _read_variables(variables)
-        self._thought_key = ""  # what a turn's reasoning is called
+        self._thought_key = ""  # of a turn's reasoning
         question, reply = EXCHANGE
         shown = self._render(EXCHANGE)
         if question.content not in shown or reply.content not in shown:
             raise ValueError(
-                "--template chat: the tokenizer's chat template leaves out what the user or the assistant "
-                "says; use --template human_assistant, or mend the chat template"
+                "--template chat: the tokenizer's chat template leaves out the text of the user or of the "
+                "assistant; use --template human_assistant, or mend the chat template"
             )
         end = shown.rpartition(reply.content)[2]
         self.has_end = self.eot_token in end
@@ -161,7 +161,7 @@ class ChatTemplate(Template):
         return asked, text
 
     def _cure(self, conversation: Sequence[Message], shown: str) -> str:
-        """What makes the template ask for a reply as it shows it."""
+        """The cure by which the template asks for a reply as it shows it."""
         *prompt, reply = conversation
         variables = self._variables
         for name in ("enable_thinking", "thinking"):
@@ -215,7 +215,7 @@ class ChatTemplate(Template):
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
-        except Exception as error:  # a template is a program of its author's: it raises what it likes
+        except Exception as error:  # the program of a template may raise anything
             raise BadRow(f"the chat template refuses this dialogue: {error}") from error
 
     def _turn(self, message: Message) -> dict[str, Any]:
@@ -232,8 +232,9 @@ def _read_variables(text: str) -> dict[str, Any]:
     try:
         return dict(json.loads(text or "{}"))
     except (TypeError, ValueError) as error:
-        cure = 'give a JSON object, as {"enable_thinking": false}'
-        raise ValueError(f"--chat_template_kwargs {text}: {error}; {cure}") from error
+        raise ValueError(
+            f'--chat_template_kwargs {text}: {error}; give a JSON object, as {{"enable_thinking": false}}'
+        ) from error
 
 
 def called_tools(message: Message) -> list[str]:

@@ -45,7 +45,7 @@ class Template(ABC):
     """Text of a dialogue, and its tokens. Subclasses write the text: `_segments` and `_text_after_reply`."""
 
     name: str
-    _form = ""  # what decides the text besides the name
+    _form = ""  # all that decides the text besides the name
     keeps_headers = False  # role headers must not be cut: rows are shortened by turns, see `shorten`
     is_to_the_letter = False  # a message keeps the white space around it
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 ROLES = ("system", "user", "assistant", "tool")
-# What a row without it lacks to serve a step.
+# Reasons why a row does not serve a step.
 MISSING = {
     1: "there is no answer to learn",
     2: "there is no pair of a chosen and a rejected answer; step 1 can use it by --sft_only_data_path",
@@ -35,7 +35,7 @@ class Message(NamedTuple):
 
     role: str  # one of ROLES
     content: str
-    extras: str = ""  # JSON object: what a chat template may show besides, such as tool_calls
+    extras: str = ""  # JSON object of what else a chat template may show, such as tool_calls
     is_learned: bool = True  # False: a turn of the assistant that is context alone
 
     def as_dict(self) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class Message(NamedTuple):
 
     @classmethod
     def from_dict(cls, turn: Mapping[str, Any]) -> Self:
-        """The message of what `as_dict` made."""
+        """The message of a dict that `as_dict` made."""
         extras = {name: value for name, value in turn.items() if name not in ("role", "content")}
         return cls(turn["role"], turn["content"], json.dumps(dict(sorted(extras.items()))) if extras else "")
 
@@ -73,7 +73,9 @@ class Example:
     learn_all_turns: bool = False  # step 1 learns the earlier assistant turns too
     for_pairs_only: bool = False  # the answer is not the best one: step 2 alone uses it
     is_rated: bool = False  # no pair: one answer, found good (`chosen`) or bad (`rejected`)
-    absence: BadRow | None = None  # why a reply is not there; an EmptyRow where its data set leaves it out
+    absence: BadRow | None = (
+        None  # the reason for a missing reply; an EmptyRow where its data set leaves it out
+    )
 
 
 def one_for_each_reply(example: Example) -> list[Example]:
@@ -84,7 +86,7 @@ def one_for_each_reply(example: Example) -> list[Example]:
 
 
 def missing_for(stage: int, example: Example, *, is_unpaired: bool = False) -> BadRow | None:
-    """What an Example lacks to serve step 1, 2 or 3, to be raised; None when it lacks nothing.
+    """The reason why an Example does not serve step 1, 2 or 3, to be raised; None when it does.
 
     `is_unpaired`: step 2 takes rated answers too, as --loss kto does.
     """

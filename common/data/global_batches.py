@@ -5,7 +5,7 @@ rank, two ranks, accumulation and any cut into micro-batches thus see the same g
 mean over them is the same loss. Which items go through the model together, on which rank, every rank plans
 from the same lengths: nothing is drawn, ties go by index, and so all ranks make the same number of passes.
 
-# An item is what must stay together: a row of SFT, a pair. Its lengths are those of its sequences.
+An item is a row of SFT or a pair, whose sequences stay together. Its lengths are those of its sequences.
 """
 
 import heapq
@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from common.ranks import distributed
 
-# What a pass costs beside its tokens (launches, hooks), in tokens: padding up to it is cheaper than another
+# The cost of a pass besides its tokens (launches, hooks), in tokens: so much padding is cheaper than another
 # pass. From 64 to 256 bench_train.py's rates are alike on a CPU; 16 and 512 are slower.
 OVERHEAD_TOKENS = 64
 WINDOW_BATCHES = 32  # global batches that are sorted by length together: enough for next to no padding

@@ -64,7 +64,7 @@ def snapshot_of(path: Path) -> Path:
 
 
 def is_offline() -> bool:
-    """Whether the environment forbids asking the hub."""
+    """Whether the environment forbids requests to the hub."""
     names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
     return any(os.environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON") for name in names)
 
@@ -72,8 +72,8 @@ def is_offline() -> bool:
 def load_hub(name: str, config: str | None = None) -> tuple[RawRows, RawRows | None]:
     """Training and evaluation rows of a hub data set, by its own name or from its place in HUB_PLACES.
 
-    A set that is a program, which `datasets` no longer runs, is read from the copy that the hub made of it.
-    Raises ValueError: it cannot be had, with the reason and the cure.
+    A set that is a program, which `datasets` no longer runs, is read from the hub's Parquet copy of it.
+    Raises ValueError: it cannot be loaded, with the reason and the cure.
     """
     datasets = _quiet_datasets()
     place = HUB_PLACES.get(name, HubPlace(name))

@@ -261,7 +261,7 @@ def import_own_module(name: str) -> ModuleType:
     importlib.invalidate_caches()
     try:
         return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # it is the user's program: it raises what it likes
+    except (Exception, SystemExit) as error:  # the user's program may raise anything
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
             raise ImportError(
                 f"there is no module {error.name}; start from the folder that holds it (this is {here}) or "

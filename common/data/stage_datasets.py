@@ -35,7 +35,7 @@ CHUNK_ROWS = 1024  # rows tokenised together and written as one chunk
 
 @dataclass
 class StageData:
-    """Rows to train on, rows held out (in a fixed shuffled order), and what became of the raw rows."""
+    """Rows to train on, rows held out (in a fixed shuffled order), and the report of the raw rows."""
 
     train: TokenTable
     eval: TokenTable
@@ -43,7 +43,7 @@ class StageData:
 
     @property
     def key(self) -> str:
-        """Return what changes with the sources and with all that decides the rows."""
+        """A text that changes with the sources and with all that decides the rows."""
         return Path(self.report.cache_folder).name
 
 
@@ -71,7 +71,7 @@ def build_data(options: DataOptions, template: Template) -> StageData:
 
 
 def preview_rows(options: DataOptions, template: Template) -> list[str]:
-    """Lines about the first rows of every source, for --dry_run: which are bad, and what one looks like.
+    """Lines about the first rows of every source, for --dry_run: the bad ones, and one row as text.
 
     Raises ValueError: see `build_data`.
     """
@@ -183,7 +183,7 @@ def _said(prompt: Sequence[Message]) -> list[tuple[str, ...]]:
 def _usable(examples: Sequence[Example], options: DataOptions, report: DataReport) -> list[Example]:
     """Examples of one raw row that a step can use, without repeats.
 
-    Raises BadRow: none of them has what the step needs.
+    Raises BadRow: none of them serves the step.
     """
     stage = options.stage
     problems = [missing_for(stage, example, is_unpaired=options.is_unpaired) for example in examples]

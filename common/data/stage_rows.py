@@ -21,7 +21,7 @@ MAX_FIELD_CHARACTERS = 4096  # of one field's JSON: answers and labels pass, who
 CARRIED_COLUMNS = {"prompt", "chosen", "rejected", "messages", "conversations", TREE}
 _AS_JSON = TypeAdapter(Any)  # NaN and infinity are null
 
-# What the rows of each kind hold: see token_cache.COLUMN_TYPES.
+# Columns of each kind of rows: see token_cache.COLUMN_TYPES.
 COLUMNS = {
     "sft": {"input_ids": "ids", "loss_mask": "mask", "conversation": "int", "row_id": "text"},
     "pair": {
@@ -56,7 +56,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class RowBuilder:
-    """Makes the rows of step `options.stage`, and counts in the report what they lost."""
+    """Makes the rows of step `options.stage`, and counts in the report what was cut or left out."""
 
     template: Template
     options: DataOptions
@@ -232,10 +232,10 @@ def _response_length(row: Tokenised) -> int:
 
 
 def build_row_fields(row: Mapping[str, Any]) -> str:
-    """What a reward may see of a raw row besides its prompt, as a JSON object.
+    """The columns of a raw row that a reward reads besides its prompt, as a JSON object.
 
-    These are its columns less CARRIED_COLUMNS, long fields and what JSON cannot hold. NaN and infinity become
-    null, for other languages' JSON knows neither. Arrays become lists, dates texts.
+    Left out are CARRIED_COLUMNS, long fields and values that JSON cannot hold. NaN and infinity become null,
+    which the JSON of other languages has not. Arrays become lists, dates become texts.
     """
     parts = []
     for name, value in row.items():

@@ -1,5 +1,5 @@
 """Token rows on disk: written once, under a key that changes with all that decides them, read by memory map;
-and the report of what became of the raw rows.
+and the report of the raw rows.
 
 The files are Arrow streams, so rows are written as they come and no process ever holds them all.
 """
@@ -137,8 +137,8 @@ def build_cached(
 ) -> tuple[Path, "DataReport"]:
     """The folder of a token cache, and its report: rank 0 writes it, unless it is there, and the others wait.
 
-    `plan()` gives all that decides the tokens, and what writes them into a folder. Every rank must call this.
-    Raises ValueError: see `build_once`; too many bad rows, in a more tolerant run's cache too.
+    `plan()` gives all that decides the tokens, and a function that writes them into a folder. Every rank must
+    call this. Raises ValueError: see `build_once`; too many bad rows, in a more tolerant run's cache too.
     """
     was_built: list[bool] = []
 

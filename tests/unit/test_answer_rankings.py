@@ -56,6 +56,8 @@ SCORED_TEXTS = [{"text": "c", "score": 0}, {"text": "a", "score": 9}, {"text": "
 def test_every_form_of_a_ranking(row):
     found = read_row(row)
     assert pairs(found) == ABC and {e.prompt for e in found} == {HI}
+    margins = [2.5, 3.5, 1.0] if "scores" in row else [8.0, 9.0, 1.0] if "answers" in row else [0.0] * 3
+    assert [e.margin for e in found] == margins, "ranks have no distance"
 
 
 def test_answers_that_a_reward_compares_with_are_no_ranking():

@@ -50,10 +50,10 @@ class Adapter:
     kind: type | None = None  # a class of the user's own that the adapter wraps
     arguments: dict[str, Any] = {}  # of its constructor, by --data_path
     score_column: str = DEFAULT_SCORE_COLUMN  # --score_column
-    local: Path | None = None  # the file or folder to read in place of what `load` gives
+    local: Path | None = None  # the file or folder to read instead of `load`
     max_rows: int | None = None  # of each file, where the first ones are enough; None: all
     hub_config: str | None = None  # of a hub data set, or a copy of one, that has several
-    own_names: Mapping[str, str] = {}  # --columns: of each column of a form, what the rows call it
+    own_names: Mapping[str, str] = {}  # --columns: the rows' name of each column of a form
 
     def __init__(self, source: str = "") -> None:
         """`source` is the name by which the data set was asked for."""

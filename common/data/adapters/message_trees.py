@@ -87,12 +87,12 @@ def _answered(
         for message, turn in answers
         if message.get("rank") not in (None, "")
     ]
-    if len(ranked) > 1:
+    if ranked:
         return rank_by_score(prompt, *zip(*ranked, strict=True), with_margin=False)
     if not answers:
         return [Example(prompt, absence=EmptyRow("the turn has no reply"))]
-    texts = [text for text, _ in ranked] or [turn.content for _, turn in answers]
-    return [Example(prompt, text, absence=EmptyRow("no two replies to it are ranked")) for text in texts]
+    absence = EmptyRow("the replies are not ranked")
+    return [Example(prompt, turn.content, absence=absence) for _, turn in answers]
 
 
 def _replies_by_parent(messages: Sequence[Mapping[str, Any]]) -> dict[Any, list[Mapping[str, Any]]]:

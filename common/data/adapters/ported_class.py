@@ -27,19 +27,18 @@ _OWN_NAME = re.compile(r"""\bdataset_name\s*=\s*["']([^"']+)["']""")
 
 
 class PortedClass(Adapter):
-    """Rows (dicts) by `get_train_data` and `get_eval_data`, their meaning by the five methods.
+    """Rows (dicts) by `get_train_data` and `get_eval_data`, their texts by the five methods.
 
-    `get_prompt` must be there. DeepSpeed-Chat trains on `get_prompt_and_chosen` and
-    `get_prompt_and_rejected`, so these come first: a reply is what they have behind the prompt. Where they
-    give nothing, `get_chosen` and `get_rejected` do. A method that gives None leaves the row out of the steps
-    that need it, as there; one that raises makes it a bad row there. What the methods print is dropped, for
-    they say the same of every row.
+    `get_prompt` is required. DeepSpeed-Chat trains on `get_prompt_and_chosen` and `get_prompt_and_rejected`,
+    so a reply is their text behind the prompt, else that of `get_chosen` and `get_rejected`.
+    A method that gives None leaves the row out of the steps that need it, as in DeepSpeed-Chat; one that
+    raises makes it a bad row of these steps. The output of print() is dropped: it is the same for every row.
     """
 
     def __init__(
         self, kind: type, source: str, dataset_name: str = "", given: Mapping[str, Any] | None = None
     ) -> None:
-        """`dataset_name` is what the constructor is given; empty: the name that the class has for itself.
+        """`dataset_name` is an argument of the constructor; empty: the name that the class gives itself.
 
         `given` are further arguments of its constructor; its seed is SEED, unless they have another.
         """
@@ -118,7 +117,7 @@ class PortedClass(Adapter):
         return ValueError(f"--data_path {self.source}: {reason}")
 
     def _part(self, method: str) -> Any:
-        """What `method` gives; None where the class does not have it.
+        """The data of a method; None where the class does not have it.
 
         Raises ValueError: the method raised, or gave no sequence.
         """
@@ -137,7 +136,7 @@ class PortedClass(Adapter):
         return data
 
     def _ask(self, method: str, row: dict[str, Any]) -> str | BadRow | None:
-        """The text that a method gives, or why there is none; None when the class does not have it."""
+        """The text of a method, or the reason why there is none; None where the class does not have it."""
         if not hasattr(self.kind, method):
             return None
         inner = self._inner
@@ -160,8 +159,8 @@ def _own_name(kind: type) -> str:
 
 
 def _arguments(kind: type, values: dict[str, Any], given: dict[str, Any]) -> tuple[list, dict[str, Any]]:
-    """What a constructor is called with: by name where it uses DeepSpeed-Chat's, else the first four or all
-    five by their order, or nothing; always with what is `given` by name.
+    """Arguments of a constructor: by name where it has DeepSpeed-Chat's names, else the first four or all
+    five by their order, or none; always with those that are `given` by name.
 
     Raises TypeError: it needs something else.
     """
@@ -179,7 +178,7 @@ def _arguments(kind: type, values: dict[str, Any], given: dict[str, Any]) -> tup
 
 
 def _reply(prompt: str, whole: str | BadRow | None, reply: str | BadRow | None) -> str | BadRow | None:
-    """What stands behind the prompt in `whole`, else `reply`; else why there is none."""
+    """The text behind the prompt in `whole`, else `reply`; else the reason why there is none."""
     if isinstance(whole, str):
         head, text = prompt.strip(), whole.strip()
         if text.startswith(head):
@@ -187,7 +186,7 @@ def _reply(prompt: str, whole: str | BadRow | None, reply: str | BadRow | None) 
             rest = rest if head.endswith("Assistant:") else LEADING_CUE.sub("", rest)
             if rest.strip():
                 return rest
-            whole = EmptyRow("there is nothing behind the prompt")
+            whole = EmptyRow("there is no text behind the prompt")
         elif not isinstance(reply, str):
             return BadRow("the text does not begin with the prompt")
     return reply if isinstance(reply, str) or whole is None else whole

@@ -297,8 +297,11 @@ ROW_FORMS = (
 
 
 # The names that --columns takes.
-FORM_COLUMNS = {name for form in ROW_FORMS for name in form.columns} | COLUMN_NAMES.keys()
-FORM_COLUMNS |= {"history", "margin", "score_chosen", "score_rejected", "weight"}
+FORM_COLUMNS = {
+    *(name for form in ROW_FORMS for name in form.columns),
+    *COLUMN_NAMES,
+    *("history", "margin", "score_chosen", "score_rejected", "weight"),
+}
 
 
 def accepted_forms(stage: int, *, is_unpaired: bool = False) -> str:

@@ -46,7 +46,6 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 ANSWER_NAMES = ("answer", "response", "text", "content")
 SCORE_NAMES = ("rank", "score", "overall_score")
-ANSWER_KEYS = (*ANSWER_NAMES, *SCORE_NAMES)
 LONGEST_NAME = 64  # characters of a column's name that are shown
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", re.ASCII | re.IGNORECASE)
 _COLUMN_KINDS = {str: (str, "text"), list: (list | tuple, "a list")}
@@ -139,7 +138,7 @@ def _parse_turn(where: str, turn: Any) -> Turn:
         raise BadRow(f"{where} has {speaker!r} in 'role' or 'from'; roles are {', '.join(SPEAKERS)}")
     for name, cure in _REFUSED_KEYS.items():
         if not is_blank(turn.get(name)):
-            raise BadRow(f"{where} has {name!r}, which cannot be used there; {cure}")
+            raise BadRow(f"{where} has {name!r}, which cannot be used in a turn; {cure}")
     for name, text in parts.items():
         expect(f"{where}: {name}", text or "", str, "text")
     if speaker == "function_call":  # ShareGPT's
@@ -232,7 +231,9 @@ def unread_keys(value: Any) -> set[str]:
         item = item if isinstance(item, Mapping) else {}
         keys = {key for key, inner in item.items() if inner is not None}
         role = SPEAKERS.get(str(item.get("role") or item.get("from")).lower())
-        known = {*_TURN_KEYS, *(_MARKS if role == "assistant" else ())} if role else {*ANSWER_KEYS}
+        known = (
+            {*_TURN_KEYS, *(_MARKS if role == "assistant" else ())} if role else {*ANSWER_NAMES, *SCORE_NAMES}
+        )
         if keys & known:
             owner = "turns" if role else "answers"
             unread |= {f"key {quoted(key)} of {owner}" for key in keys - known}
