@@ -163,12 +163,8 @@ class ChatTemplate(Template):
     def _cure(self, conversation: Sequence[Message], shown: str) -> str:
         """The cure by which the template asks for a reply as it shows it."""
         *prompt, reply = conversation
-        variables = self._variables
         for name in ("enable_thinking", "thinking"):
-            self._variables = variables | {name: False}
-            asked = self._render(prompt, add_generation_prompt=True)
-            self._variables = variables
-            if shown.startswith(asked):
+            if shown.startswith(self._render(prompt, add_generation_prompt=True, **{name: False})):
                 return f"pass --chat_template_kwargs '{json.dumps({name: False})}'"
         thinks = reply._replace(content=f"<think>\nprobe thought\n</think>\n\n{reply.content}")
         if self._render([*prompt, thinks]).startswith(self._render(prompt, add_generation_prompt=True)):
@@ -204,16 +200,13 @@ class ChatTemplate(Template):
             last = last._replace(content=text[:begin] + GAP + text[end:])
         return (*head, last)
 
-    def _render(
-        self, messages: Sequence[Message], tools: str = "", *, add_generation_prompt: bool = False
-    ) -> str:
+    def _render(self, messages: Sequence[Message], tools: str = "", **variables: bool) -> str:
         try:
             return self.tokenizer.apply_chat_template(
                 [self._turn(message) for message in messages],
                 tools=json.loads(tools) if tools else None,
                 tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self._variables,
+                **self._variables | variables,
             )
         except Exception as error:  # the program of a template may raise anything
             raise BadRow(f"the chat template refuses this dialogue: {error}") from error

@@ -142,9 +142,8 @@ def check_sources(options: DataOptions, tokenizer: Any = None) -> list[str]:
         flag = "--data_path" if path in options.data_path else "--sft_only_data_path"
         try:
             source = options.load_source(path, tokenizer, NUM_READ)
-            if source.needs_hub and not hub_data.is_offline():
-                continue
-            of_source = _row_problems(source, options)
+            asks_hub = source.needs_hub and not hub_data.is_offline()
+            of_source = [] if asks_hub else _row_problems(source, options)
             if of_source and isinstance(source.adapter, AnyForm):
                 last_of_a_form = len(problems) + len(of_source)
         except NoTokenizer:

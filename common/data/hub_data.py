@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 from common.data.raw_rows import RawRows, digest_files, extension_of, find_parts, read_files
 from common.ranks.failures import first_line
 
-# The first that there is; a set that has validation and test keeps test for a last check.
-_EVAL_SPLITS = ("validation", "valid", "dev", "eval", "test")
+# The first that there is: UltraFeedback has other splits besides its pairs, and a set that has a validation
+# split keeps its test split for other uses.
+_TRAIN_SPLITS = ("train_prefs", "train")
+_EVAL_SPLITS = ("test_prefs", "validation", "valid", "dev", "eval", "test")
 _PARQUET_COPY = "refs/convert/parquet"  # the hub makes one of every data set that is a program
 
 
@@ -21,10 +23,8 @@ class HubPlace(NamedTuple):
     name: str
     config: str | None = None
     copied_config: str = ""  # folder of the hub's Parquet copy, for a set that is a program; "": its config's
-    splits: tuple[str, str] | None = None  # to train on, and held out, where they have other names
 
 
-_ULTRAFEEDBACK = "HuggingFaceH4/ultrafeedback_binarized"
 HUB_PLACES = {
     "mkqa-Chinese": HubPlace("apple/mkqa", copied_config="mkqa"),
     "mkqa-Japanese": HubPlace("apple/mkqa", copied_config="mkqa"),
@@ -32,7 +32,6 @@ HUB_PLACES = {
     "lmqg/qag_jaquad": HubPlace("lmqg/qag_jaquad", copied_config="qag_jaquad"),
     "Hello-SimpleAI/HC3-Chinese": HubPlace("Hello-SimpleAI/HC3-Chinese", "all"),
     "nvidia/HelpSteer3": HubPlace("nvidia/HelpSteer3", "preference"),
-    _ULTRAFEEDBACK: HubPlace(_ULTRAFEEDBACK, splits=("train_prefs", "test_prefs")),
 }
 
 
@@ -94,10 +93,7 @@ def load_hub(name: str, config: str | None = None) -> tuple[RawRows, RawRows | N
     except Exception as error:  # the library's own, OSError, ValueError, requests' errors, ...
         cure = "check the name and the network, or give a local file or folder"
         raise _refusal(name, error, cure) from error
-    splits = dict(loaded)
-    if place.splits is not None and set(place.splits) <= splits.keys():
-        splits = {"train": splits[place.splits[0]], "test": splits[place.splits[1]]}
-    return _parts(splits, name)
+    return _parts(dict(loaded), name)
 
 
 def _refusal(source: str, error: Exception, cure: str) -> ValueError:
@@ -150,13 +146,15 @@ def _quiet_datasets() -> ModuleType:
 
 
 def _parts(splits: dict[str, Any], name: str) -> tuple[RawRows, RawRows | None]:
-    if "train" not in splits:
+    train, held_out = (
+        next((split for split in names if split in splits), None) for names in (_TRAIN_SPLITS, _EVAL_SPLITS)
+    )
+    if train is None:
         raise ValueError(
             f"--data_path {name}: there is no split called train, only {', '.join(splits)}; "
             "save the part to train on as a local file"
         )
-    held_out = next((split for split in _EVAL_SPLITS if split in splits), None)
-    return _rows(splits["train"], name), _rows(splits[held_out], f"{name}/{held_out}") if held_out else None
+    return _rows(splits[train], name), _rows(splits[held_out], f"{name}/{held_out}") if held_out else None
 
 
 def _rows(split: Any, origin: str) -> RawRows:

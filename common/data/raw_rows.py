@@ -15,6 +15,7 @@ import zlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import accumulate, islice
 from pathlib import Path, PurePath
@@ -179,10 +180,8 @@ def group_rows(
 def readable(rows: RawRows) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield index and row of all rows that can be read."""
     for index in range(len(rows)):
-        try:
+        with suppress(BadRow):
             yield index, rows[index]
-        except BadRow:
-            continue
 
 
 def extension_of(path: Path) -> str | None:

@@ -238,9 +238,8 @@ def build_row_fields(row: Mapping[str, Any]) -> str:
     which the JSON of other languages has not. Arrays become lists, dates become texts.
     """
     parts = []
-    for name, value in row.items():
-        if name in CARRIED_COLUMNS:
-            continue
+    columns = {name: value for name, value in row.items() if name not in CARRIED_COLUMNS}
+    for name, value in columns.items():
         with suppress(ValueError):  # neither a type nor a text (half of a surrogate pair) that JSON can hold
             text = _AS_JSON.dump_json(value, fallback=_to_list).decode()
             if len(text) <= MAX_FIELD_CHARACTERS:

@@ -56,7 +56,8 @@ class NamedColumns(AnyForm):
 
 def without_cues(row: dict[str, Any]) -> dict[str, Any]:
     """Replies without the `Assistant:` that they begin with."""
-    return row | {name: LEADING_CUE.sub("", filled(name, row[name])) for name in ("chosen", "rejected")}
+    replies = {name: row[name] for name in ("chosen", "rejected") if isinstance(row.get(name), str)}
+    return row | {name: LEADING_CUE.sub("", reply) for name, reply in replies.items()}
 
 
 def vicuna_turns(row: dict[str, Any]) -> dict[str, Any]:

@@ -52,9 +52,9 @@ class Row(dict[str, Any]):
         """
         if isinstance(raw.get("input"), Mapping):  # OpenAI's preferences: the dialogue and its tools
             raw = {name: value for name, value in raw.items() if name != "input"} | raw["input"]
-        self._names = dict(own_names or {})
-        if "responses" in raw:  # of several rows that were joined
-            self._names.pop("response", None)
+        # Rows of one response each that were joined have `responses` in its place.
+        lost = {"response"} if "responses" in raw else set()
+        self._names = {n: own for n, own in (own_names or {}).items() if n not in lost or own in raw}
         raw = dict(raw) | {own: _value_at(raw, own, name) for name, own in self._names.items()}
         super().__init__({name: value for name, value in raw.items() if value is not None})
         # A reason why the row cannot be read: one that has null in a column of --columns is empty.

@@ -60,16 +60,18 @@ def _pair(row: Row) -> list[Example]:
         asked = spoken(prompt)
         if any(spoken(turns[i : i + len(asked)]) == asked for i in range(len(turns))):
             prompt = turns
+            answers = [answer[-1:] for answer in answers]
     elif not prompt and all(isinstance(answer, str) and "Assistant:" in answer for answer in answers):
         shared, *answers = split_transcripts(*answers)
         prompt = messages_from_prompt(shared)
     if not prompt:
         raise BadRow(f"the row has {listed(map(row.own, _SIDES))}, but no `prompt` that they answer")
+    prompt = row.with_context(prompt)
     chosen, rejected = (
         parse_reply(row.own(name), answer, prompt) for name, answer in zip(_SIDES, answers, strict=True)
     )
     margin, is_tie = _preference(row)
-    return [Example(row.with_context(prompt), chosen, rejected, margin=margin, is_tie=is_tie)]
+    return [Example(prompt, chosen, rejected, margin=margin, is_tie=is_tie)]
 
 
 def _preference(row: Row) -> tuple[float, bool]:
@@ -238,12 +240,9 @@ def _dialogue(row: Row) -> list[Example]:
 
 def _rated(column: str, row: Row) -> list[Example]:
     """One answer with a label; where the label is neither good nor bad, a prompt for a reward."""
-    prompt = row.prompt(column)
-    if column == "messages":
-        answer = row["messages"][-1:]
-        prompt = prompt[:-1]
-    else:
-        answer = row["response"]
+    is_dialogue = column == "messages"
+    prompt = row.prompt(column)[: -1 if is_dialogue else None]
+    answer = row["messages"][-1:] if is_dialogue else row["response"]
     if not prompt:
         raise BadRow("`messages` has no turn before the answer that has a label")
     reply = parse_reply("the answer that has a label", answer, prompt)
