@@ -168,13 +168,13 @@ def group_scored(
     """
 
     def kept(row: Row) -> set[str]:
-        return {*map(row.own, BEFORE_THE_REPLY), *NEVER_LEFT_OUT, "id"}
+        return {*map(row.own, BEFORE_THE_REPLY), *NEVER_LEFT_OUT}
 
     keys = {}
     for index, raw in readable(rows):
         with suppress(BadRow):  # the row has not all columns; `build` names them
             row = Row(raw, own_names)
-            others = row.keys() - kept(row) - {row.own("response"), score_column}
+            others = row.keys() - kept(row) - {row.own("response"), score_column, "id"}
             unread.update(f"joined column {quoted(name)}" for name in others)
             if "prompt" in row:
                 keys[index] = canonical([row[name] for name in BEFORE_THE_REPLY if name in row])
