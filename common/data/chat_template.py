@@ -1,6 +1,6 @@
-"""The tokenizer's own chat template as a form of dialogue; forms by their names.
+"""The tokenizer's own chat template as a template of rows; templates by their names.
 
-A row is cut out of what the template renders of its conversation: byte for byte what other programs render.
+A row is cut out of the text that the template renders of its conversation, as other programs render it.
 """
 
 import json
@@ -18,11 +18,11 @@ from common.data.dialogue import (
     PlainTemplate,
     Segment,
     Template,
-    as_reply,
 )
 from common.data.example import BadRow, Message, RewritesPast
 
-GAP = " ... "  # stands where a question has lost its middle
+GAP = " ... "  # in place of the middle that a question has lost
+BORDER_TOKENS = 4  # that may come out otherwise at the sides of a gap
 
 
 class OtherEndOfTurn(ValueError):
@@ -40,11 +40,11 @@ class ChatTemplate(Template):
     keeps_headers = True
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, variables: str = "") -> None:
-        """Learn by probes what ends a reply, what stands behind that, and where a thought is given.
+        """Find by probes the end of a reply, the text behind it, and the key of a thought.
 
         `variables` is a JSON object that every rendering gets. Raises ValueError: it is no object, there is
-        no chat template, it leaves out what is said, or it does not end a turn; OtherEndOfTurn: it ends a
-        turn by another token than the tokenizer's eos.
+        no chat template, or that leaves texts out or does not end a turn; OtherEndOfTurn: it ends a turn by
+        another token than the tokenizer's eos.
         """
         super().__init__(tokenizer)
         if not tokenizer.chat_template:
@@ -54,19 +54,19 @@ class ChatTemplate(Template):
             )
         self._form = json.dumps(["whole", tokenizer.chat_template, variables])
         self._variables = _read_variables(variables)
-        self._thought_key = ""  # what a turn's reasoning is called
+        self._thought_key = ""  # of a turn's reasoning
         question, reply = EXCHANGE
         shown = self._render(EXCHANGE)
         if question.content not in shown or reply.content not in shown:
             raise ValueError(
-                "--template chat: the tokenizer's chat template leaves out what the user or the assistant "
-                "says; use --template human_assistant, or mend the chat template"
+                "--template chat: the tokenizer's chat template leaves out the text of the user or of the "
+                "assistant; use --template human_assistant, or mend the chat template"
             )
         end = shown.rpartition(reply.content)[2]
         self.has_end = self.eot_token in end
         self._check_end(end)
         closing = end.partition(self.eot_token)[2]
-        _, *self._closing_ids = self._fast.encode(self.eot_token + closing, add_special_tokens=False).ids
+        _, *self.closing_ids = self._fast.encode(self.eot_token + closing, add_special_tokens=False).ids
         for key in ("reasoning", "thinking", "reasoning_content"):
             thinks = reply._replace(extras=json.dumps({key: "probe thought"}))
             with suppress(BadRow):  # a template may refuse the name
@@ -93,11 +93,6 @@ class ChatTemplate(Template):
             )
 
     @property
-    def closing_ids(self) -> list[int]:
-        """See `Template.closing_ids`."""
-        return self._closing_ids
-
-    @property
     def chat_template(self) -> Any:
         """See `Template.chat_template`; variables that a caller does not give have the values of training."""
         defaults = [
@@ -106,40 +101,31 @@ class ChatTemplate(Template):
         ]
         return "".join(defaults) + self.tokenizer.chat_template if defaults else self.tokenizer.chat_template
 
-    def segments(
-        self,
-        prompt: Sequence[Message],
-        response: str | Message | None,
-        *,
-        learn_all_turns: bool = False,
-        tools: str = "",
+    def _segments(
+        self, prompt: tuple[Message, ...], reply: Message | None, learn_all_turns: bool, tools: str
     ) -> list[Segment]:
-        """See `Template.segments`. Every piece is cut out of what the template renders."""
-        if response is None:
+        """See `Template.segments`. Every piece is cut out of the text that the template renders."""
+        if reply is None:
             return [Segment(self._ask(prompt, tools), False)]
-        whole = (*prompt, as_reply(response))
+        whole = (*prompt, reply)
         learned = [i for i, m in enumerate(prompt) if m.role == "assistant" and m.is_learned]
         pieces: list[Segment] = []
         done = ""
         for turn in [*(learned if learn_all_turns else []), len(prompt)]:
-            context, reply = self._last_turn(whole[: turn + 1], tools)
+            context, learnt = self._last_turn(whole[: turn + 1], tools)
             if not context.startswith(done):
                 raise RewritesPast("the chat template shows earlier turns in another form once one follows")
-            pieces += [Segment(context[len(done) :], False), Segment(reply, True)]
-            done = context + reply
+            pieces += [Segment(context[len(done) :], False), Segment(learnt, True)]
+            done = context + learnt
         return pieces
-
-    def _context(self, prompt: Sequence[Message], learn_all_turns: bool) -> list[Segment]:
-        return [Segment(self._ask(prompt, ""), False)]
 
     def _ask(self, prompt: Sequence[Message], tools: str) -> str:
         """The text by which the template asks for a reply. Raises BadRow: it leaves a part of the row out."""
         text = self._render(prompt, tools, add_generation_prompt=True)
         names = [tool_name(tool) for tool in json.loads(tools or "[]")]
         names += [name for message in prompt for name in called_tools(message)]
-        said = [message.content for message in prompt if message.role == "user"]
-        self._check_shown([("a text of the user", part) for part in said], text)
-        self._check_shown([("a tool or a call of one", name) for name in names], text)
+        parts = [("a text of the user", message.content) for message in prompt if message.role == "user"]
+        self._check_shown(parts + [("a tool or a call of one", name) for name in names], text)
         return text
 
     def _last_turn(self, conversation: Sequence[Message], tools: str) -> tuple[str, str]:
@@ -158,9 +144,12 @@ class ChatTemplate(Template):
         text = shown[len(asked) :]
         thought, _, said = reply.content.rpartition("</think>")
         reasoning = json.loads(reply.extras or "{}").get("reasoning_content", "")
-        parts = [("the reply", said), ("the thought", thought.rpartition("<think>")[2])]
-        parts += [("reasoning_content", reasoning)]
-        parts += [("tool_calls", name) for name in called_tools(reply)]
+        parts = [
+            ("the reply", said),
+            ("the thought", thought.rpartition("<think>")[2]),
+            ("reasoning_content", reasoning),
+            *(("tool_calls", name) for name in called_tools(reply)),
+        ]
         self._check_shown(parts, text)
         head, end, _ = text.rpartition(self.eot_token)
         if end or not self.has_end:
@@ -172,14 +161,10 @@ class ChatTemplate(Template):
         return asked, text
 
     def _cure(self, conversation: Sequence[Message], shown: str) -> str:
-        """What makes the template ask for a reply as it shows it."""
+        """The cure by which the template asks for a reply as it shows it."""
         *prompt, reply = conversation
-        variables = self._variables
         for name in ("enable_thinking", "thinking"):
-            self._variables = variables | {name: False}
-            asked = self._render(prompt, add_generation_prompt=True)
-            self._variables = variables
-            if shown.startswith(asked):
+            if shown.startswith(self._render(prompt, add_generation_prompt=True, **{name: False})):
                 return f"pass --chat_template_kwargs '{json.dumps({name: False})}'"
         thinks = reply._replace(content=f"<think>\nprobe thought\n</think>\n\n{reply.content}")
         if self._render([*prompt, thinks]).startswith(self._render(prompt, add_generation_prompt=True)):
@@ -204,31 +189,26 @@ class ChatTemplate(Template):
     def shorten(self, prompt: Sequence[Message], max_tokens: int, tools: str = "") -> tuple[Message, ...]:
         """See `Template.shorten`; a question that is too long alone loses its middle."""
         *head, last = super().shorten(prompt, max_tokens, tools)
-        text, excess = last.content.strip(), self._count_tokens([*head, last], tools) - max_tokens
-        spans = self._fast.encode(text, add_special_tokens=False).offsets if excess > 0 else []
-        num_gap = len(self._fast.encode(GAP, add_special_tokens=False).ids)
-        for margin in (0, 4, 16):  # tokens at the sides of the gap may come out otherwise than before
-            num_kept = len(spans) - excess - num_gap - margin
-            if excess <= 0 or num_kept < 2:
-                break
-            begin, end = spans[num_kept // 2 - 1][1], spans[num_kept // 2 - num_kept][0]
+        text = last.content.strip()
+        spans = self._fast.encode(text, add_special_tokens=False).offsets
+        num_gap = len(self._fast.encode(GAP, add_special_tokens=False).ids) + BORDER_TOKENS
+        excess = self._count_tokens([*head, last], tools) - max_tokens
+        num_kept = len(spans) - excess - num_gap
+        if excess > 0 and num_kept >= 2:
+            begin = spans[num_kept // 2 - 1][1]
+            end = spans[num_kept // 2 - num_kept][0]
             last = last._replace(content=text[:begin] + GAP + text[end:])
-            if self._count_tokens([*head, last], tools) <= max_tokens:
-                break
         return (*head, last)
 
-    def _render(
-        self, messages: Sequence[Message], tools: str = "", *, add_generation_prompt: bool = False
-    ) -> str:
+    def _render(self, messages: Sequence[Message], tools: str = "", **variables: bool) -> str:
         try:
             return self.tokenizer.apply_chat_template(
                 [self._turn(message) for message in messages],
                 tools=json.loads(tools) if tools else None,
                 tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self._variables,
+                **self._variables | variables,
             )
-        except Exception as error:  # a template is a program of its author's: it raises what it likes
+        except Exception as error:  # the program of a template may raise anything
             raise BadRow(f"the chat template refuses this dialogue: {error}") from error
 
     def _turn(self, message: Message) -> dict[str, Any]:
@@ -245,8 +225,9 @@ def _read_variables(text: str) -> dict[str, Any]:
     try:
         return dict(json.loads(text or "{}"))
     except (TypeError, ValueError) as error:
-        cure = 'give a JSON object, as {"enable_thinking": false}'
-        raise ValueError(f"--chat_template_kwargs {text}: {error}; {cure}") from error
+        raise ValueError(
+            f'--chat_template_kwargs {text}: {error}; give a JSON object, as {{"enable_thinking": false}}'
+        ) from error
 
 
 def called_tools(message: Message) -> list[str]:

@@ -1,5 +1,5 @@
-"""What decides the rows of a step apart from tokenizer and template, the disjoint shares of the steps, and
-what can be known to be wrong with the data before a model is loaded.
+"""Options that decide the rows of a step, besides tokenizer and template; the disjoint shares of the steps;
+checks of the data before a model is loaded.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ class DataOptions:
     max_bad_rows: int = 100
     max_pairs_per_prompt: int = 10
     score_column: str = DEFAULT_SCORE_COLUMN  # orders prompt/response rows of one prompt
-    columns: str = ""  # what rows call the columns of a form: "prompt=question,response=answer"
+    columns: str = ""  # the rows' names of the columns of a form: "prompt=question,response=answer"
     cache_dir: str = ""  # empty: ~/.cache/triptych
     num_stored_epochs: int = 16  # whose pairs are stored of a prompt with more than --max_pairs_per_prompt
     is_unpaired: bool = False  # step 2 learns from rated answers, each by itself
@@ -47,7 +47,7 @@ class DataOptions:
 
     @classmethod
     def of(cls, args: Any, stage: int, **changes: Any) -> Self:
-        """Return what the flags of a program say of the data of a step; `changes` are said otherwise."""
+        """Return the options of a step's data by the flags of a program, and by `changes`."""
         given = {name: getattr(args, name) for name in cls.__dataclass_fields__ if hasattr(args, name)}
         given["max_tokens"] = args.max_prompt_seq_len if stage == 3 else args.max_seq_len
         return cls(**given | {"stage": stage, "cache_dir": args.data_output_path} | changes)
@@ -60,7 +60,7 @@ class DataOptions:
 
     @property
     def kind(self) -> str:
-        """What the rows of the step are called."""
+        """The name of the step's rows."""
         return "rated" if self.is_unpaired else KIND_NAMES[self.stage]
 
     @property
@@ -69,29 +69,29 @@ class DataOptions:
         return Path(self.cache_dir or DEFAULT_CACHE).expanduser()
 
     def problems(self) -> list[str]:
-        """What is wrong with sources and shares; each names flag, value and cure. Flags have their ranges."""
-        found = []
+        """Problems of sources and shares, each with flag, value and cure."""
+        problems = []
         try:
             share = parse_data_split(self.data_split)[self.stage - 1]
             if share == 0 and self.data_path and not (self.stage == 1 and self.sft_only_data_path):
-                found.append(
+                problems.append(
                     f"--data_split {self.data_split} leaves nothing to step {self.stage}; make its number "
                     f"{self.stage} more than 0"
                 )
         except ValueError as error:
-            found.append(str(error))
+            problems.append(str(error))
         if not self.data_path and not (self.stage == 1 and self.sft_only_data_path):
-            found.append("--data_path names no data; give at least one file, folder or data set")
+            problems.append("--data_path names no data; give at least one file, folder or data set")
         if not self.score_column:
-            found.append("--score_column '' names no column; helpfulness is the default")
+            problems.append("--score_column '' names no column; helpfulness is the default")
         for part in filter(None, self.columns.split(",")):
             name, _, own = part.partition("=")
             if not own or name not in FORM_COLUMNS:
-                found.append(
+                problems.append(
                     f"--columns {part}: give NAME=COLUMN, where COLUMN is of the rows and NAME one of "
                     f"{', '.join(sorted(FORM_COLUMNS))}"
                 )
-        return found
+        return problems
 
 
 def parse_data_split(text: str) -> tuple[float, float, float]:
@@ -142,16 +142,15 @@ def check_sources(options: DataOptions, tokenizer: Any = None) -> list[str]:
         flag = "--data_path" if path in options.data_path else "--sft_only_data_path"
         try:
             source = options.load_source(path, tokenizer, NUM_READ)
-            if source.needs_hub and not hub_data.is_offline():
-                continue
-            found = _row_problems(source, options)
-            if found and isinstance(source.adapter, AnyForm):
-                last_of_a_form = len(problems) + len(found)
+            asks_hub = source.needs_hub and not hub_data.is_offline()
+            of_source = [] if asks_hub else _row_problems(source, options)
+            if of_source and isinstance(source.adapter, AnyForm):
+                last_of_a_form = len(problems) + len(of_source)
         except NoTokenizer:
             continue
         except (ValueError, OSError) as error:
-            found = [str(error) if "--data_path" in str(error) else f"--data_path {path}: {error}"]
-        problems += [problem.replace("--data_path", flag, 1) for problem in found]
+            of_source = [str(error) if "--data_path" in str(error) else f"--data_path {path}: {error}"]
+        problems += [problem.replace("--data_path", flag, 1) for problem in of_source]
     if last_of_a_form:  # once, however many sources are wrong
         forms = accepted_forms(options.stage, is_unpaired=options.is_unpaired)
         problems[last_of_a_form - 1] += f"; step {options.stage} reads {forms}; docs/data.md has other names"
@@ -159,7 +158,7 @@ def check_sources(options: DataOptions, tokenizer: Any = None) -> list[str]:
 
 
 def _row_problems(source: RawSource, options: DataOptions) -> list[str]:
-    """For each part of which none of the first rows serves the step: what is wrong with the first of them."""
+    """For each part of which none of the first rows serves the step: the problem of its first row."""
     problems = []
     for rows in (source.train, source.eval):
         num_probed = 0 if rows is None else min(NUM_PROBED, len(rows))
@@ -171,7 +170,7 @@ def _row_problems(source: RawSource, options: DataOptions) -> list[str]:
 
 
 def _why_not(source: RawSource, rows: RawRows, index: int, options: DataOptions) -> BadRow | None:
-    """Why a row does not serve the step; None when it does."""
+    """The reason why a row does not serve the step; None when it does."""
     try:
         examples = source.adapter.to_examples(rows[index])
         reasons = [missing_for(options.stage, e, is_unpaired=options.is_unpaired) for e in examples]

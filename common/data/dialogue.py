@@ -10,6 +10,7 @@ import json
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,18 +42,19 @@ class Tokenised(NamedTuple):
 
 
 class Template(ABC):
-    """Text of a dialogue, and its tokens. The subclasses say only how the text looks."""
+    """Text of a dialogue, and its tokens. Subclasses write the text: `_segments` and `_text_after_reply`."""
 
     name: str
-    _form = ""  # what decides the text besides the name
-    keeps_headers = False  # what says who speaks must not be cut: rows are shortened by turns, see `shorten`
-    is_to_the_letter = False  # a message stands as it is, white space around it too
+    _form = ""  # all that decides the text besides the name
+    keeps_headers = False  # role headers must not be cut: rows are shortened by turns, see `shorten`
+    is_to_the_letter = False  # a message keeps the white space around it
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         """Keep a private copy of the tokenizer's fast core, whose offsets are not trimmed."""
         self.tokenizer = tokenizer
         self.eot_token: str = tokenizer.eos_token
         self.eot_id: int = tokenizer.eos_token_id
+        self.closing_ids: list[int] = []  # behind the end-of-turn token of a dialogue's last reply
         self.bos_id: int | None = tokenizer.bos_token_id if adds_bos(tokenizer) else None
         # A byte-level post-processor trims spaces off the offsets, which would hide a token that straddles.
         self._fast = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
@@ -75,23 +77,22 @@ class Template(ABC):
         not `is_learned` stay context. `tools` is a JSON list. Raises BadRow: the template cannot show this
         dialogue; RewritesPast: it shows earlier turns in another form once a turn follows.
         """
-        if tools:
-            raise self._cannot_show("tools")
-        pieces = self._context(prompt, learn_all_turns)
-        return pieces if response is None else [*pieces, self._response(as_reply(response))]
+        reply = Message("assistant", response) if isinstance(response, str) else response
+        return self._segments(tuple(prompt), reply, learn_all_turns, tools)
 
     @abstractmethod
-    def _context(self, prompt: Sequence[Message], learn_all_turns: bool) -> list[Segment]:
-        """The pieces up to where the model's reply follows."""
+    def _segments(
+        self, prompt: tuple[Message, ...], reply: Message | None, learn_all_turns: bool, tools: str
+    ) -> list[Segment]:
+        """See `segments`."""
 
-    @property
-    def closing_ids(self) -> list[int]:
-        """Token ids that the template puts behind the end-of-turn token of a dialogue's last reply."""
-        return []
+    @abstractmethod
+    def _text_after_reply(self, messages: Sequence[Message]) -> str:
+        """The text of messages behind a reply's end-of-turn token, up to where the next reply follows."""
 
     @property
     def chat_template(self) -> Any:
-        """What an export's tokenizer has as its chat template."""
+        """The chat template of an export's tokenizer."""
         return self.tokenizer.chat_template
 
     def text_segments(self, text: str) -> list[Segment]:
@@ -117,18 +118,15 @@ class Template(ABC):
         return len(self.tokenise_batch([self.segments(prompt, None, tools=tools)])[0].input_ids)
 
     def continue_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of what is said after a reply: from its end-of-turn token on to where the next follows.
+        """Token ids of messages behind a reply: from its end-of-turn token to where the next reply follows.
 
-        They depend on these messages alone, and not on how the reply was tokenised. Raises BadRow: the
-        template cannot show them.
+        They depend on these messages alone, not on the tokens of the reply. Raises BadRow: the template
+        cannot show them.
         """
         text = self._text_after_reply(messages)
         eot, *ids = self._fast.encode(self.eot_token + text, add_special_tokens=False).ids
         assert eot == self.eot_id
         return ids
-
-    def _text_after_reply(self, messages: Sequence[Message]) -> str:
-        return "".join(piece.text for piece in self._context((*EXCHANGE, *messages), True)[2:])
 
     def encode(self, segments: Sequence[Segment], max_tokens: int) -> Tokenised:
         """Ids and response mask of a row of at most `max_tokens`; see `truncate`."""
@@ -149,16 +147,16 @@ class Template(ABC):
         input_ids: list[int] = encoding.ids
         spans: list[tuple[int, int]] = encoding.offsets
         starts = [span[0] for span in spans]
+        ends = list(accumulate(len(segment.text) for segment in segments))
+        borders = [bisect_left(starts, end) for end in ends]  # the first token behind each segment
         mask: list[bool] = []
-        straddles, position = False, 0
-        for segment in segments:
-            if segment.is_response and position > 0:
-                first = bisect_left(starts, position)
-                straddles |= first > 0 and spans[first - 1][1] > position
-            position += len(segment.text)
-            last = bisect_left(starts, position)
-            mask += [segment.is_response] * (last - len(mask))
+        for segment, border in zip(segments, borders, strict=True):
+            mask += [segment.is_response] * (border - len(mask))
         mask += [False] * (len(input_ids) - len(mask))
+        straddles = any(
+            response.is_response and border > 0 and spans[border - 1][1] > end
+            for response, border, end in zip(segments[1:], borders, ends, strict=False)
+        )
         if self.bos_id is not None and input_ids[:1] != [self.bos_id]:
             input_ids, mask = [self.bos_id, *input_ids], [False, *mask]
         return Tokenised(input_ids, mask, straddles)
@@ -168,23 +166,10 @@ class Template(ABC):
         parts = [self.name, self._fast.to_str(), self.eot_token, self.eot_id, self.bos_id, self._form]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def _response(self, reply: Message) -> Segment:
-        if reply.extras:
-            raise self._cannot_show(next(iter(json.loads(reply.extras))))
-        return Segment(f" {self._without_eot(reply.content).strip()}{self.eot_token}", True)
-
-    def _cannot_show(self, part: str) -> BadRow:
-        return BadRow(f"--template {self.name} cannot show {part}; --template chat may")
-
     def _without_eot(self, text: str) -> str:
-        """Some data sets end their replies with the end-of-turn text; it must not stand there twice."""
+        """A reply without the end-of-turn text, with which some data sets end it: it may be there once."""
         bare = text.rstrip()
         return bare[: -len(self.eot_token)] if bare.endswith(self.eot_token) else text
-
-
-def as_reply(response: str | Message) -> Message:
-    """The assistant's turn of a response."""
-    return Message("assistant", response) if isinstance(response, str) else response
 
 
 class HumanAssistantTemplate(Template):
@@ -200,8 +185,16 @@ class HumanAssistantTemplate(Template):
         values = f"{json.dumps(self._LABELS)}, {json.dumps(self.is_to_the_letter)}"
         return f"{{%- set labels, by_letter = {values} %}}{bos}\n{_JINJA.read_text().strip()}"
 
+    def _segments(
+        self, prompt: tuple[Message, ...], reply: Message | None, learn_all_turns: bool, tools: str
+    ) -> list[Segment]:
+        if tools:
+            raise self._cannot_show("tools")
+        pieces = self._context(prompt, learn_all_turns)
+        return pieces if reply is None else [*pieces, self._response(reply)]
+
     def _context(self, prompt: Sequence[Message], learn_all_turns: bool) -> list[Segment]:
-        """White space around a turn is dropped."""
+        """The pieces up to where the reply follows; white space around a turn is dropped."""
         result: list[Segment] = []
         context, cue = "", self._LABELS["assistant"].rstrip()
         for message in prompt:
@@ -214,6 +207,17 @@ class HumanAssistantTemplate(Template):
             else:
                 context += self._LABELS[message.role] + message.content.strip()
         return [*result, Segment(context + cue, False)]
+
+    def _response(self, reply: Message) -> Segment:
+        if reply.extras:
+            raise self._cannot_show(next(iter(json.loads(reply.extras))))
+        return Segment(f" {self._without_eot(reply.content).strip()}{self.eot_token}", True)
+
+    def _cannot_show(self, part: str) -> BadRow:
+        return BadRow(f"--template {self.name} cannot show {part}; --template chat may")
+
+    def _text_after_reply(self, messages: Sequence[Message]) -> str:
+        return "".join(piece.text for piece in self._context((*EXCHANGE, *messages), True)[2:])
 
 
 class OneLineTemplate(HumanAssistantTemplate):
@@ -229,17 +233,17 @@ class PlainTemplate(HumanAssistantTemplate):
     name = "plain"
     is_to_the_letter = True
 
-    def segments(
-        self, prompt: Sequence[Message], response: str | Message | None, *, tools: str = "", **how: bool
+    def _segments(
+        self, prompt: tuple[Message, ...], reply: Message | None, learn_all_turns: bool, tools: str
     ) -> list[Segment]:
-        """See `Template.segments`; a single user message that is no row's `Turn` stands as it is."""
+        """See `Template.segments`; a single user message that is no row's `Turn` keeps its exact text."""
         if tools or [message.role for message in prompt] != ["user"] or isinstance(prompt[0], Turn):
-            return super().segments(prompt, response, tools=tools, **how)
+            return super()._segments(prompt, reply, learn_all_turns, tools)
         pieces = [Segment(prompt[0].content, False)]
-        if response is None:
+        if reply is None:
             return pieces
-        self._response(as_reply(response))  # refuses what it cannot show
-        return pieces + self.text_segments(as_reply(response).content)
+        self._response(reply)  # refuses a reply that it cannot show
+        return pieces + self.text_segments(reply.content)
 
     def _text_after_reply(self, messages: Sequence[Message]) -> str:
         return "".join(message.content for message in messages)

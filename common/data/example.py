@@ -1,4 +1,4 @@
-"""What one row of data means, whatever file or hub it came from."""
+"""Messages and Examples: the meaning of a row of data, whatever its source."""
 
 import json
 from collections.abc import Mapping
@@ -6,11 +6,17 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 ROLES = ("system", "user", "assistant", "tool")
+# Reasons why a row does not serve a step.
+MISSING = {
+    1: "there is no answer to learn",
+    2: "there is no pair of a chosen and a rejected answer; step 1 can use it by --sft_only_data_path",
+    3: "there is no prompt",
+}
 LONGEST_REASON = 400  # characters: a row may hold anything, and a message must stay one
 
 
 class BadRow(ValueError):
-    """A row whose form is wrong; the text is the reason, without the place."""
+    """A row of a wrong form; the text is the reason, without the place."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]} ...")
@@ -29,7 +35,7 @@ class Message(NamedTuple):
 
     role: str  # one of ROLES
     content: str
-    extras: str = ""  # JSON object: what a chat template may show besides, such as tool_calls
+    extras: str = ""  # JSON object of what else a chat template may show, such as tool_calls
     is_learned: bool = True  # False: a turn of the assistant that is context alone
 
     def as_dict(self) -> dict[str, Any]:
@@ -39,7 +45,7 @@ class Message(NamedTuple):
 
     @classmethod
     def from_dict(cls, turn: Mapping[str, Any]) -> Self:
-        """The message of what `as_dict` made."""
+        """The message of a dict that `as_dict` made."""
         extras = {name: value for name, value in turn.items() if name not in ("role", "content")}
         return cls(turn["role"], turn["content"], json.dumps(dict(sorted(extras.items()))) if extras else "")
 
@@ -67,7 +73,9 @@ class Example:
     learn_all_turns: bool = False  # step 1 learns the earlier assistant turns too
     for_pairs_only: bool = False  # the answer is not the best one: step 2 alone uses it
     is_rated: bool = False  # no pair: one answer, found good (`chosen`) or bad (`rejected`)
-    absence: BadRow | None = None  # why a reply is not there; an EmptyRow where its data set leaves it out
+    absence: BadRow | None = (
+        None  # the reason for a missing reply; an EmptyRow where its data set leaves it out
+    )
 
 
 def one_for_each_reply(example: Example) -> list[Example]:
@@ -78,24 +86,21 @@ def one_for_each_reply(example: Example) -> list[Example]:
 
 
 def missing_for(stage: int, example: Example, *, is_unpaired: bool = False) -> BadRow | None:
-    """What an Example lacks to serve step 1, 2 or 3, to be raised; None when it lacks nothing.
+    """The reason why an Example does not serve step 1, 2 or 3, to be raised; None when it does.
 
     `is_unpaired`: step 2 takes rated answers too, as --loss kto does.
     """
-    if stage != 2 and example.for_pairs_only:
-        reason = "there is a better answer"
-    elif stage == 1 and not (example.chosen or example.text):
-        reason = "there is no answer to learn"
-    elif stage == 2 and example.is_rated:
+    if stage == 2 and example.is_rated:
         return None if is_unpaired else BadRow("an answer with a label is no pair; --loss kto learns from it")
-    elif stage == 2 and not (example.chosen and example.rejected):
-        reason = (
-            "there is no pair of a chosen and a rejected answer; step 1 can use it by --sft_only_data_path"
-        )
-    elif stage == 3 and not example.prompt:
-        reason = "there is no prompt"
-    else:
+    is_worse = stage != 2 and example.for_pairs_only
+    serves = {
+        1: example.chosen or example.text,
+        2: example.chosen and example.rejected,
+        3: example.prompt,
+    }
+    if serves[stage] and not is_worse:
         return None
+    reason = "there is a better answer" if is_worse else MISSING[stage]
     if example.absence is None:
         return BadRow(reason)
     return type(example.absence)(f"{reason} ({example.absence})")

@@ -5,12 +5,12 @@ rank, two ranks, accumulation and any cut into micro-batches thus see the same g
 mean over them is the same loss. Which items go through the model together, on which rank, every rank plans
 from the same lengths: nothing is drawn, ties go by index, and so all ranks make the same number of passes.
 
-# An item is what must stay together: a row of SFT, a pair. Its lengths are those of its sequences.
+An item is a row of SFT or a pair, whose sequences stay together. Its lengths are those of its sequences.
 """
 
 import heapq
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from common.ranks import distributed
 
-# What a pass costs beside its tokens (launches, hooks), in tokens: padding up to it is cheaper than another
+# The cost of a pass besides its tokens (launches, hooks), in tokens: so much padding is cheaper than another
 # pass. From 64 to 256 bench_train.py's rates are alike on a CPU; 16 and 512 are slower.
 OVERHEAD_TOKENS = 64
 WINDOW_BATCHES = 32  # global batches that are sorted by length together: enough for next to no padding
@@ -68,7 +68,8 @@ class GlobalBatches:
         # sequences of a row begin with, so many tokens, is computed once.
         self.is_packed, self.shared_lengths = False, shared_lengths
         self.num_drawn = 0
-        self.groups = _rows_of_groups(groups)  # none: each row by itself
+        rows_of_groups = _by_number(groups)
+        self.groups = rows_of_groups if len(rows_of_groups) < len(groups) else []  # []: each row by itself
         self.max_of_group = max_of_group or len(dataset)
         self.num_rows = sum(map(self._num_of, self.groups)) or len(dataset)  # of an epoch
         self.group_of = {row: number for number, rows in enumerate(self.groups) for row in rows}
@@ -103,10 +104,10 @@ class GlobalBatches:
         """
         if num_steps >= len(self) and self.num_rows == len(self.dataset):
             return list(range(len(self.dataset)))
-        found: set[int] = set()
+        rows: set[int] = set()
         for epoch, first in enumerate(range(0, num_steps, len(self))):
-            found.update(self._order_of(epoch)[: (num_steps - first) * self.global_rows])
-        return sorted(found)
+            rows.update(self._order_of(epoch)[: (num_steps - first) * self.global_rows])
+        return sorted(rows)
 
     def _read(self, index: int) -> Any:
         row = self.dataset[index]
@@ -158,24 +159,22 @@ class GlobalBatches:
         batches: list[list[int]] = []
         for first in range(0, len(self) * self.global_rows, window):
             rows = order[first : min(first + window, len(self) * self.global_rows)]
-            parts: dict[int, list[int]] = {}
-            for row in rows:
-                parts.setdefault(self.group_of.get(row, -1 - row), []).append(row)
-            by_length = sorted(
-                parts.values(), key=lambda part: max(max(self.row_lengths[row]) for row in part)
-            )
+            parts = [
+                [rows[i] for i in places] for places in _by_number(self.group_of.get(r, -1 - r) for r in rows)
+            ]
+            by_length = sorted(parts, key=lambda part: max(max(self.row_lengths[row]) for row in part))
             rows = keep_together(by_length, self.global_rows)
             batches += [rows[i : i + self.global_rows] for i in range(0, len(rows), self.global_rows)]
         mixed = torch.randperm(len(batches), generator=generator).tolist()
         return [row for index in mixed for row in batches[index]]
 
 
-def _rows_of_groups(numbers: Sequence[int]) -> list[list[int]]:
-    """The rows of each group, in the order of their first ones; none where no group has two rows."""
-    found: dict[int, list[int]] = {}
-    for row, number in enumerate(numbers):
-        found.setdefault(int(number), []).append(row)
-    return list(found.values()) if len(found) < len(numbers) else []
+def _by_number(numbers: Iterable[int]) -> list[list[int]]:
+    """The places of each number, in the order of their first ones."""
+    places: dict[int, list[int]] = defaultdict(list)
+    for place, number in enumerate(numbers):
+        places[int(number)].append(place)
+    return list(places.values())
 
 
 def keep_together(groups: Sequence[list[int]], size: int) -> list[int]:
@@ -287,18 +286,15 @@ def _cut_groups(
     shared: Sequence[tuple[int, int]], cost: Callable[[Sequence[int]], int], max_tokens: int
 ) -> list[list[int]]:
     """Return the items by groups, each in as few parts of about one size as keep to the cap."""
-    groups: dict[int, list[int]] = {}
-    for item, (group, _) in enumerate(shared):
-        groups.setdefault(group, []).append(item)
-    found = []
-    for items in groups.values():
+    parts_of_groups = []
+    for items in _by_number(group for group, _ in shared):
         for num_parts in range(1, len(items) + 1):
             size = -(-len(items) // num_parts)
             parts = [items[first : first + size] for first in range(0, len(items), size)]
             if max(map(cost, parts)) <= max_tokens:
                 break
-        found += parts
-    return found
+        parts_of_groups += parts
+    return parts_of_groups
 
 
 def _cut_by_length(item_lengths: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
@@ -355,16 +351,16 @@ def _split_to_a_multiple(
     micro_batches: list[list[int]], cost: Callable[[Sequence[int]], int], num_ranks: int
 ) -> list[list[int]]:
     """Halve the dearest until each rank gets as many: their number is a multiple of `num_ranks`."""
-    found = list(micro_batches)
-    while len(found) % num_ranks:
-        costs = [(cost(items), i) for i, items in enumerate(found) if len(items) > 1]
+    parts = list(micro_batches)
+    while len(parts) % num_ranks:
+        costs = [(cost(items), i) for i, items in enumerate(parts) if len(items) > 1]
         if not costs:
             raise ValueError(
-                f"{len(found)} items cannot be dealt to {num_ranks} ranks: give a multiple of {num_ranks}"
+                f"{len(parts)} items cannot be dealt to {num_ranks} ranks: give a multiple of {num_ranks}"
             )
-        items = found.pop(max(costs)[1])
-        found += [items[: len(items) // 2], items[len(items) // 2 :]]
-    return found
+        items = parts.pop(max(costs)[1])
+        parts += [items[: len(items) // 2], items[len(items) // 2 :]]
+    return parts
 
 
 def _deal(

@@ -1,4 +1,4 @@
-"""Rows of a data set by its place: a file, a folder, a folder saved by `datasets`, or a name of the hub."""
+"""Rows of a data set by its place: a file, a folder, a folder saved by `datasets`, or a name on the hub."""
 
 import logging
 import os
@@ -10,21 +10,21 @@ from typing import Any, NamedTuple
 from common.data.raw_rows import RawRows, digest_files, extension_of, find_parts, read_files
 from common.ranks.failures import first_line
 
-# A set that has both keeps its test part for other ends.
-_EVAL_SPLITS = ("validation", "valid", "dev", "eval", "test")
+# The first that there is: UltraFeedback has other splits besides its pairs, and a set that has a validation
+# split keeps its test split for other uses.
+_TRAIN_SPLITS = ("train_prefs", "train")
+_EVAL_SPLITS = ("test_prefs", "validation", "valid", "dev", "eval", "test")
 _PARQUET_COPY = "refs/convert/parquet"  # the hub makes one of every data set that is a program
 
 
 class HubPlace(NamedTuple):
-    """Where on the hub a data set lies, where its name alone does not tell."""
+    """The place of a data set on the hub, where it is not the name alone."""
 
     name: str
     config: str | None = None
     copied_config: str = ""  # folder of the hub's Parquet copy, for a set that is a program; "": its config's
-    splits: tuple[str, str] | None = None  # to train on and held out, where they have other names
 
 
-_ULTRAFEEDBACK = "HuggingFaceH4/ultrafeedback_binarized"
 HUB_PLACES = {
     "mkqa-Chinese": HubPlace("apple/mkqa", copied_config="mkqa"),
     "mkqa-Japanese": HubPlace("apple/mkqa", copied_config="mkqa"),
@@ -32,7 +32,6 @@ HUB_PLACES = {
     "lmqg/qag_jaquad": HubPlace("lmqg/qag_jaquad", copied_config="qag_jaquad"),
     "Hello-SimpleAI/HC3-Chinese": HubPlace("Hello-SimpleAI/HC3-Chinese", "all"),
     "nvidia/HelpSteer3": HubPlace("nvidia/HelpSteer3", "preference"),
-    _ULTRAFEEDBACK: HubPlace(_ULTRAFEEDBACK, splits=("train_prefs", "test_prefs")),
 }
 
 
@@ -64,7 +63,7 @@ def snapshot_of(path: Path) -> Path:
 
 
 def is_offline() -> bool:
-    """Whether the environment forbids asking the hub."""
+    """Whether the environment forbids requests to the hub."""
     names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
     return any(os.environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON") for name in names)
 
@@ -72,44 +71,39 @@ def is_offline() -> bool:
 def load_hub(name: str, config: str | None = None) -> tuple[RawRows, RawRows | None]:
     """Training and evaluation rows of a hub data set, by its own name or from its place in HUB_PLACES.
 
-    A set that is a program, which `datasets` no longer runs, is read from the copy that the hub made of it.
-    Raises ValueError: it cannot be had, with the reason and the cure.
+    A set that is a program, which `datasets` no longer runs, is read from the hub's Parquet copy of it.
+    Raises ValueError: it cannot be loaded, with the reason and the cure.
     """
     datasets = _quiet_datasets()
     place = HUB_PLACES.get(name, HubPlace(name))
-    place = place._replace(config=config or place.config)
+    config = config or place.config
     try:
         try:
-            loaded = datasets.load_dataset(place.name, place.config)
+            loaded = datasets.load_dataset(place.name, config)
         except ConnectionError:
             cached = Path(datasets.config.constants.HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}")
-            if snapshot_of(cached) == cached:  # nor has `hf download` put it there
+            if snapshot_of(cached) == cached:  # `hf download` has not been there either
                 raise
-            loaded = datasets.load_dataset(str(snapshot_of(cached)), place.config)
+            loaded = datasets.load_dataset(str(snapshot_of(cached)), config)
         except RuntimeError as error:
             if "scripts are no longer supported" not in str(error):
                 raise
-            folder = place.copied_config or place.config or "default"
+            folder = place.copied_config or config or "default"
             loaded = datasets.load_dataset(place.name, data_dir=folder, revision=_PARQUET_COPY)
-    except Exception as error:  # the library raises its own, OSError, ValueError, requests' errors, ...
-        _name_configs(name, error)
-        reason = first_line(error)
-        raise ValueError(
-            f"--data_path {name}: the hub data set could not be loaded ({type(error).__name__}: {reason}); "
-            "check the name and the network, or give a local file or folder"
-        ) from error
-    splits = dict(loaded)
-    if place.splits is not None and set(place.splits) <= splits.keys():
-        splits = {"train": splits[place.splits[0]], "test": splits[place.splits[1]]}
-    return _parts(splits, name)
+    except Exception as error:  # the library's own, OSError, ValueError, requests' errors, ...
+        cure = "check the name and the network, or give a local file or folder"
+        raise _refusal(name, error, cure) from error
+    return _parts(dict(loaded), name)
 
 
-def _name_configs(source: str, error: Exception) -> None:
-    """Raise ValueError with the ways to name a configuration where `datasets` asks for one."""
+def _refusal(source: str, error: Exception, cure: str) -> ValueError:
+    """An error of `datasets` as one that names the source, or the configurations to choose from."""
     asked = re.search(r"among the available configs: (.+)", str(error))
     if asked:
         named = ", ".join(f"{source}:{config}" for config in re.findall(r"'([^']+)'", asked[1]))
-        raise ValueError(f"--data_path {source}: it has several configurations; give {named}") from error
+        return ValueError(f"--data_path {source}: it has several configurations; give {named}")
+    reason = f"it could not be loaded ({type(error).__name__}: {first_line(error)})"
+    return ValueError(f"--data_path {source}: {reason}; {cure}")
 
 
 def load_local(
@@ -118,8 +112,7 @@ def load_local(
     """Training and evaluation rows of a file, a folder of such files, one that `datasets` saved, or a copy of
     a hub data set, of which `config` may name a configuration.
 
-    `max_rows`: of each file the first ones. Raises ValueError: nothing usable there; says what was found and
-    what would do.
+    `max_rows`: only the first ones of each file. Raises ValueError: there is nothing usable, with the cure.
     """
     folder = snapshot_of(path)
     is_saved = is_saved_folder(folder)
@@ -129,12 +122,8 @@ def load_local(
     datasets = _quiet_datasets()
     try:
         loaded = datasets.load_from_disk(folder) if is_saved else datasets.load_dataset(str(folder), config)
-    except Exception as error:  # pyarrow's, json's and the library's own
-        _name_configs(str(path), error)
-        reason = first_line(error)
-        raise ValueError(
-            f"--data_path {path}: `datasets` cannot read the folder ({reason}); name a file in it"
-        ) from error
+    except Exception as error:  # the library's own, pyarrow's, json's
+        raise _refusal(str(path), error, "name a file in it") from error
     return _parts(dict(loaded) if hasattr(loaded, "keys") else {"train": loaded}, str(path))
 
 
@@ -147,26 +136,26 @@ def digest_local(path: Path) -> str:
 
 
 def _quiet_datasets() -> ModuleType:
-    """The library, whose progress bars and notices stay off the console: its errors are raised."""
+    """The library, without its progress bars and notices: its errors are raised."""
     import datasets
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every retry
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry
     return datasets
 
 
 def _parts(splits: dict[str, Any], name: str) -> tuple[RawRows, RawRows | None]:
-    if "train" not in splits:
+    train, held_out = (
+        next((split for split in names if split in splits), None) for names in (_TRAIN_SPLITS, _EVAL_SPLITS)
+    )
+    if train is None:
         raise ValueError(
             f"--data_path {name}: there is no split called train, only {', '.join(splits)}; "
             "save the part to train on as a local file"
         )
-    held_out = next((split for split in _EVAL_SPLITS if split in splits), None)
-    return _rows(splits["train"], name), _rows(splits[held_out], f"{name}/{held_out}") if held_out else None
+    return _rows(splits[train], name), _rows(splits[held_out], f"{name}/{held_out}") if held_out else None
 
 
 def _rows(split: Any, origin: str) -> RawRows:
-    if len(split) == 0:
-        raise ValueError(f"--data_path {origin}: the data set is empty; it must hold at least one row")
     return RawRows(split.with_format(None), origin, str(split._fingerprint))

@@ -1,5 +1,5 @@
-"""Rows before their meaning: a sequence of dicts that knows where each came from; and local files to rows:
-JSON, JSON lines, CSV, Parquet, Arrow, a folder of train and eval files.
+"""Raw rows: a sequence of dicts that knows the place of each; and readers of local files: JSON, JSON lines,
+CSV, Parquet, Arrow, a folder of train and eval files.
 """
 
 import codecs
@@ -13,7 +13,9 @@ import shutil
 import tempfile
 import zlib
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import accumulate, islice
 from pathlib import Path, PurePath
@@ -36,19 +38,19 @@ _EVAL_NAMES = {"eval", "evaluation", "test", "valid", "validation", "dev"}
 
 
 class RawRows:
-    """Rows by index, out of one place or several."""
+    """Rows by index, of one file or data set or of several."""
 
     def __init__(
         self,
         rows: Sequence[Any],
         origin: str,
         fingerprint: str = "",
-        locate: Callable[[int], tuple[str, int]] | None = None,
+        locate: Callable[[int], str] | None = None,
         read: Callable[[Any], Any] | None = None,
     ) -> None:
         """`rows` has a length and integer indexing; a `fingerprint` that changes when they do spares a digest
-        of their content. `locate` gives a row's file and line; by default they are numbered. `read` makes a
-        row, when it is asked for, of what stands in `rows`.
+        of their content. `locate` gives a row's file:line; by default rows are numbered. `read` makes a row
+        of an item of `rows` when it is asked for.
         """
         self._rows, self.origin, self.fingerprint = rows, origin, fingerprint
         self._locate, self._read = locate, read
@@ -57,43 +59,37 @@ class RawRows:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Row `index`. Raises BadRow: what is there is no row."""
+        """Row `index`. Raises BadRow: it is no row."""
         row = self._read(self._rows[index]) if self._read else self._rows[index]
         if not isinstance(row, dict):
             raise BadRow(f"the row is of type {type(row).__name__}, not an object with named columns")
         return row
 
-    def origin_and_line(self, index: int) -> tuple[str, int]:
-        """The file or data set that a row came from, and its line there, or its number from 1."""
-        return self._locate(index) if self._locate else (self.origin, index + 1)
-
     def location(self, index: int) -> str:
-        """Where the row is, for a message: file:line."""
-        origin, line = self.origin_and_line(index)
-        return f"{origin}:{line}"
+        """The place of a row: file:line, or the data set and the row's number from 1."""
+        return self._locate(index) if self._locate else f"{self.origin}:{index + 1}"
 
     def row_id(self, index: int, row: dict[str, Any]) -> str:
-        """A name for the row at `index`, which does not depend on the folder it lies in: what its column `id`
-        says, where that is a number or a short line of text, else file:line.
+        """The name of the row at `index`, the same in any folder: its column `id`, where that is a whole
+        number or a short line of text, else file:line.
         """
         own = row.get("id")
-        if isinstance(own, int | str) and not isinstance(own, bool):
-            name = str(own).strip()
-            if name and name.isprintable() and len(name) <= LONGEST_ID:
-                return name
-        origin, line = self.origin_and_line(index)
-        return f"{PurePath(origin).name}:{line}"
+        name = str(own).strip() if isinstance(own, int | str) and not isinstance(own, bool) else ""
+        if name and name.isprintable() and len(name) <= LONGEST_ID:
+            return name
+        return PurePath(self.location(index)).name
 
-    def update_digest(self, total: Any) -> None:
-        """Feed every row into a hashlib object."""
+    def digest(self) -> str:
+        """A text that changes with the rows."""
         if self.fingerprint:
-            total.update(self.fingerprint.encode())
-            return
+            return self.fingerprint
+        total = hashlib.sha256()
         for index in range(len(self)):
             try:
                 total.update(canonical(self[index]))
             except BadRow as error:
                 total.update(str(error).encode())
+        return f"{len(self)} {total.hexdigest()}"
 
 
 def canonical(row: Any) -> bytes:
@@ -105,12 +101,8 @@ def parse_json_row(data: bytes) -> dict[str, Any]:
     """Return the object that a line of JSON holds. Raises BadRow."""
     try:
         row = json.loads(data.decode())  # bytes would be taken for UTF-16 or 32 where they look like it
-    except UnicodeDecodeError as error:
-        raise BadRow(f"the line is not UTF-8 ({error.reason} at byte {error.start})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
         raise BadRow(f"the line is not JSON ({error})") from error
-    except RecursionError as error:
-        raise BadRow("the line is not JSON (it is nested too deeply)") from error
     if not isinstance(row, dict):
         raise BadRow(f"the line is a JSON {type(row).__name__}, not an object with named columns")
     return row
@@ -119,7 +111,8 @@ def parse_json_row(data: bytes) -> dict[str, Any]:
 def rows_of_parquet(path: Path, max_rows: int | None = None) -> RawRows:
     """The first `max_rows` of a file, of which one row group is in memory at a time: read them in order."""
     file = pq.ParquetFile(path, memory_map=True)
-    sizes = (file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups))
+    sizes = (file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
+    ends = list(accumulate(sizes))
 
     @lru_cache(maxsize=1)
     def read_group(group: int) -> pa.Table:
@@ -128,7 +121,12 @@ def rows_of_parquet(path: Path, max_rows: int | None = None) -> RawRows:
         except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
             raise ValueError(f"--data_path {path}: the file cannot be read as .parquet: {error}") from error
 
-    return _rows_of_groups(path, list(sizes), read_group, max_rows)
+    def read(index: int) -> dict[str, Any]:
+        group = bisect_right(ends, index)
+        table = read_group(group)
+        return _row_of_table(table, index - ends[group] + len(table))
+
+    return RawRows(range(file.metadata.num_rows)[:max_rows], str(path), read=read)
 
 
 def rows_of_arrow(path: Path, max_rows: int | None = None) -> RawRows:
@@ -137,31 +135,20 @@ def rows_of_arrow(path: Path, max_rows: int | None = None) -> RawRows:
     is_file = source.read(6) == b"ARROW1"
     source.seek(0)
     table = (pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)).read_all()
-    batches = table.to_batches()
-    return _rows_of_groups(path, [batch.num_rows for batch in batches], batches.__getitem__, max_rows)
+    return RawRows(range(len(table))[:max_rows], str(path), read=partial(_row_of_table, table))
 
 
-def _rows_of_groups(
-    path: Path, sizes: Sequence[int], read_group: Callable[[int], Any], max_rows: int | None
-) -> RawRows:
-    """The first `max_rows` rows of groups of these sizes."""
-    ends = list(accumulate(sizes))
-
-    def read(index: int) -> dict[str, Any]:
-        group = bisect_right(ends, index)
-        first = ends[group - 1] if group else 0
-        return read_group(group).slice(index - first, 1).to_pylist()[0]
-
-    return RawRows(range(sum(sizes))[:max_rows], str(path), read=read)
+def _row_of_table(table: pa.Table, index: int) -> dict[str, Any]:
+    return table.slice(index, 1).to_pylist()[0]
 
 
 def join_rows(parts: Sequence[RawRows]) -> RawRows:
     """The rows of several files, one file after the other."""
     joined = ConcatDataset(parts)
 
-    def locate(index: int) -> tuple[str, int]:
+    def locate(index: int) -> str:
         part = bisect_right(joined.cumulative_sizes, index)
-        return parts[part].origin_and_line(index - joined.cumulative_sizes[part] + len(parts[part]))
+        return parts[part].location(index - joined.cumulative_sizes[part] + len(parts[part]))
 
     return RawRows(joined, ", ".join(part.origin for part in parts), locate=locate)
 
@@ -169,13 +156,12 @@ def join_rows(parts: Sequence[RawRows]) -> RawRows:
 def group_rows(
     base: RawRows, keys: dict[int, Hashable], build: Callable[[list[dict[str, Any]]], dict[str, Any]]
 ) -> RawRows:
-    """Rows with equal keys as one, made by `build`, in the place and with the `id` of the first; one without
-    a key alone.
+    """Rows with equal keys as one, made by `build`, with the place and the `id` of the first; each row
+    without a key by itself.
     """
-    by_key: dict[Hashable, list[int]] = {}
+    by_key: dict[Hashable, list[int]] = defaultdict(list)
     for index in range(len(base)):
-        key = ("key", keys[index]) if index in keys else ("row", index)
-        by_key.setdefault(key, []).append(index)
+        by_key[keys.get(index, ("row", index))].append(index)
     groups = list(by_key.values())
 
     def read(group: list[int]) -> dict[str, Any]:
@@ -186,24 +172,22 @@ def group_rows(
         groups,
         base.origin,
         base.fingerprint,
-        locate=lambda i: base.origin_and_line(groups[i][0]),
+        locate=lambda i: base.location(groups[i][0]),
         read=read,
     )
 
 
 def readable(rows: RawRows) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield index and row of all rows that are rows."""
+    """Yield index and row of all rows that can be read."""
     for index in range(len(rows)):
-        try:
+        with suppress(BadRow):
             yield index, rows[index]
-        except BadRow:
-            continue
 
 
 def extension_of(path: Path) -> str | None:
-    """The extension if it is one that can be read, else None."""
+    """The extension of a file, if it is one that can be read, else None."""
     name = path.name.lower()
-    return next((ext for ext in sorted(EXTENSIONS, key=len, reverse=True) if name.endswith(ext)), None)
+    return next((ext for ext in EXTENSIONS if name.endswith(ext)), None)
 
 
 def find_parts(path: Path) -> tuple[list[Path], list[Path]]:
@@ -221,16 +205,16 @@ def find_parts(path: Path) -> tuple[list[Path], list[Path]]:
                 '{"text": "..."}, in a .jsonl file'
             )
         return [path], []
-    found = sorted(path.iterdir())
+    content = sorted(path.iterdir())
     # Files called train-00.jsonl, train.json, my-data-train.csv, ...
     words = {
-        p: set(re.split(r"[-_. ]|\d+", p.name.lower())) for p in found if p.is_file() and extension_of(p)
+        p: set(re.split(r"[-_. ]|\d+", p.name.lower())) for p in content if p.is_file() and extension_of(p)
     }
     train, held_out = ([p for p in words if words[p] & names] for names in (_TRAIN_NAMES, _EVAL_NAMES))
     if not train:
         raise ValueError(
             f"--data_path {path}: the folder has no train* file ({', '.join(EXTENSIONS)}) and was not saved "
-            f"by datasets.save_to_disk; found {', '.join(p.name for p in found[:5]) or 'nothing'}; name a "
+            f"by datasets.save_to_disk; found {', '.join(p.name for p in content[:5]) or 'nothing'}; name a "
             "file itself, or call it train"
         )
     return train, held_out
@@ -290,14 +274,14 @@ def rows_of_text(path: Path, max_rows: int | None = None) -> RawRows:
         file.seek(start)
         return parse(file.read(num_bytes))
 
-    return RawRows(table, str(path), locate=lambda index: (str(path), int(table[index, 2])), read=read)
+    return RawRows(table, str(path), locate=lambda index: f"{path}:{table[index, 2]}", read=read)
 
 
 _READERS = {".parquet": rows_of_parquet, ".arrow": rows_of_arrow}
 
 
 def _open(path: Path) -> BinaryIO:
-    """The file behind its byte order mark, to be read at any place; gzipped: unpacked to a temporary file."""
+    """The file, at the end of its byte order mark; a gzipped one unpacked to a temporary file."""
     file: BinaryIO = path.open("rb")
     if path.name.lower().endswith(".gz"):
         with gzip.open(file) as packed:
@@ -330,19 +314,14 @@ def _write_lines(values: Iterable[tuple[int, Any]], file: BinaryIO) -> Iterator[
 def _json_list(file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]] | None:
     """The numbered items of a JSON list, which is read whole; None where the file has lines."""
     start = file.tell()
-    while (character := file.read(1)).isspace():
-        pass
+    is_list = file.read(4096).lstrip().startswith(b"[")
     file.seek(start)
-    if character != b"[":
+    if not is_list:
         return None
     try:
         return enumerate(json.loads(file.read().decode()), 1)
     except (ValueError, RecursionError) as error:
-        if extension_of(path).startswith(".jsonl"):  # lines, the first of which holds a list
-            file.seek(start)
-            return None
-        reason = error if isinstance(error, ValueError) else "it is nested too deeply"
-        raise ValueError(f"--data_path {path}: the file is not a JSON list ({reason})") from error
+        raise ValueError(f"--data_path {path}: the file is not a JSON list ({error})") from error
 
 
 def _csv_records(file: BinaryIO, path: Path) -> Iterator[tuple[int, list[str]]]:

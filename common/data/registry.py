@@ -1,17 +1,13 @@
-"""From what `--data_path` says to rows and the adapter that understands them; modules and functions of the
-user's own.
-"""
+"""The adapter that an entry of `--data_path` names, and its rows; modules and functions of the user's own."""
 
 import difflib
-import hashlib
 import importlib
-import inspect
 import json
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -25,13 +21,14 @@ from common.data.adapters.base import (
     AnyForm,
     MapStyle,
     make_own,
+    origin_of,
     parameters_of,
     register_dataset,
 )
 from common.data.adapters.ported_class import PortedClass
 from common.data.hub_data import digest_local, has_configs, load_local
 from common.data.raw_rows import RawRows, canonical, extension_of
-from common.flags.problems import Problems, has_hub_form
+from common.flags.problems import Problems
 from common.ranks.failures import kind_and_line
 
 __all__ = ["ADAPTERS", "Adapter", "RawSource", "load_source", "register_dataset"]
@@ -44,25 +41,32 @@ _ARGUMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
 class NoTokenizer(ValueError):
-    """A class wants the tokenizer where there is none."""
+    """A class takes a tokenizer, and there is none."""
 
 
 class RawSource:
     """One entry of `--data_path`: its rows are read when they are first asked for."""
 
+    is_whole = False  # a step uses all rows, not its share: of --sft_only_data_path
+
     def __init__(self, name: str, adapter: Adapter) -> None:
-        self.name, self.adapter = name, adapter
+        self.name = name
+        self.adapter = adapter
 
     @cached_property
     def _parts(self) -> tuple[RawRows, RawRows | None]:
-        local, max_rows = self.adapter.local, self.adapter.max_rows
-        train, held_out = (
-            self.adapter.load() if local is None else load_local(local, max_rows, self.adapter.hub_config)
+        adapter = self.adapter
+        parts = (
+            adapter.load()
+            if adapter.local is None
+            else load_local(adapter.local, adapter.max_rows, adapter.hub_config)
         )
-        return self._arrange(train), None if held_out is None else self._arrange(held_out)
-
-    def _arrange(self, rows: RawRows | Sequence[dict]) -> RawRows:
-        return self.adapter.arrange(rows if isinstance(rows, RawRows) else RawRows(rows, self.name))
+        train, held_out = (
+            rows if isinstance(rows, RawRows) else RawRows(rows or [], self.name) for rows in parts
+        )
+        if not len(train):
+            raise ValueError(f"--data_path {self.name}: it has no rows; it must hold at least one")
+        return adapter.arrange(train), adapter.arrange(held_out) if len(held_out) else None
 
     @property
     def needs_hub(self) -> bool:
@@ -80,20 +84,15 @@ class RawSource:
         return self._parts[1]
 
     def notes(self, stage: int) -> list[str]:
-        """Lines for the data report, when the rows have been read: how they were, and what was left out."""
-        return [f"{self.name}: {note}" for note in (*self.adapter.notes, *self.adapter.unread(stage))]
+        """Lines for the data report, when the rows have been read."""
+        return [f"{self.name}: {note}" for note in self.adapter.notes_of(stage)]
 
     def digest(self) -> str:
         """Changes with the rows and with the code that reads them."""
         if self.adapter.local is not None:
             data_digest = digest_local(self.adapter.local)
         else:
-            total = hashlib.sha256()
-            for rows in self._parts:
-                total.update(f"part of {-1 if rows is None else len(rows)}".encode())
-                if rows is not None:
-                    rows.update_digest(total)
-            data_digest = total.hexdigest()
+            data_digest = " ".join(rows.digest() if rows else "no part" for rows in self._parts)
         arguments = canonical(self.adapter.arguments).decode()
         return f"{Path(self.name).name} {data_digest} {self.adapter.code_digest()} {arguments}"
 
@@ -117,38 +116,35 @@ def load_source(
     Raises ValueError: it is none of them; the message names the nearest registered name.
     """
     adapter = _find_adapter(source, offered)
-    if own_names and not isinstance(adapter, AnyForm):
+    if own_names and (adapter.own_names or not isinstance(adapter, AnyForm)):
         raise ValueError(
-            f"--columns: --data_path {source} has an adapter with names of its own; leave --columns out"
+            f"--columns: the columns of --data_path {source} are named by its adapter; leave --columns out"
         )
-    adapter.score_column, adapter.max_rows, adapter.own_names = score_column, max_rows, own_names
+    adapter.score_column, adapter.max_rows = score_column, max_rows
+    adapter.own_names = adapter.own_names or own_names
     return RawSource(source, adapter)
 
 
 def _find_adapter(source: str, offered: dict[str, Any]) -> Adapter:
-    class_path, path = _CLASS_PATH.fullmatch(source), Path(source)
+    path = Path(source)
     place, _, config = source.rpartition(":")
     if place and not path.exists() and (has_configs(Path(place)) or _HUB_NAME.fullmatch(place)):
         adapter = _find_adapter(place, offered)
         adapter.hub_config = config
         return adapter
+    class_path = _CLASS_PATH.fullmatch(source)
     if class_path and not path.exists():
         return _own_adapter(source, *class_path.groups(default=""), offered)
     # A folder called OWNER/NAME is a copy of that data set; one called like a set without an owner is not.
     is_local = path.exists() and ("/" in source or source not in ADAPTERS)
     name = source if source in ADAPTERS or not is_local else "/".join(path.resolve().parts[-2:])
     is_file_name = extension_of(path) is not None or source.startswith(".")
-    if name in ADAPTERS and (is_local or name == source):
-        return _build_adapter(ADAPTERS[name], source, name, path if is_local else None, {}, offered)
-    if is_local or (_HUB_NAME.fullmatch(source) and not is_file_name):
-        return _build_adapter(AnyForm, source, source, path if is_local else None, {}, offered)
-    near = difflib.get_close_matches(source, ADAPTERS, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    if is_file_name or not has_hub_form(source):
-        raise ValueError(f"--data_path {source}: there is no such file or folder{hint}")
+    if name in ADAPTERS or is_local or (_HUB_NAME.fullmatch(source) and not is_file_name):
+        kind = ADAPTERS.get(name, AnyForm)
+        return _build_adapter(kind, source, name, path if is_local else None, {}, offered)
     raise ValueError(
-        f"--data_path {source}: neither a file, a folder nor a known data set{hint} "
-        f"(known: {', '.join(sorted(ADAPTERS))}; hub names are OWNER/NAME)"
+        f"--data_path {source}: there is no such file or folder, nor a data set of this name"
+        f"{did_you_mean(source, ADAPTERS)}; hub data sets are OWNER/NAME"
     )
 
 
@@ -181,9 +177,9 @@ def _own_adapter(
 
 
 def _read_arguments(source: str, text: str) -> tuple[str, dict[str, Any]]:
-    """NAME, and arguments by name, of what stands behind `module:Class:`; one of them is empty.
+    """NAME, or arguments by name, from the text behind `module:Class:`; the other one is empty.
 
-    Arguments are ARGUMENT=VALUE,ARGUMENT=VALUE, a value JSON or else text, or a JSON object. Raises
+    Arguments are ARGUMENT=VALUE,ARGUMENT=VALUE, where a value is JSON or else text, or a JSON object. Raises
     ValueError: they are neither.
     """
     if Path(text).exists() or not (text.startswith("{") or _ARGUMENT.match(text)):
@@ -193,10 +189,10 @@ def _read_arguments(source: str, text: str) -> tuple[str, dict[str, Any]]:
             return "", json.loads(text)
         given: dict[str, Any] = {}
         for part in text.split(","):
-            found = _ARGUMENT.fullmatch(part)
-            if found is None or found[1] in given:
-                raise ValueError(f"{part!r} is {'there twice' if found else 'no ARGUMENT=VALUE'}")
-            given[found[1]] = _value_of(found[2])
+            argument = _ARGUMENT.fullmatch(part)
+            if argument is None or argument[1] in given:
+                raise ValueError(f"{part!r} is {'there twice' if argument else 'no ARGUMENT=VALUE'}")
+            given[argument[1]] = _value_of(argument[2])
         return "", given
     except (ValueError, RecursionError) as error:
         raise ValueError(
@@ -206,7 +202,7 @@ def _read_arguments(source: str, text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _value_of(text: str) -> Any:
-    """What a text says in JSON, else the text."""
+    """The value of a JSON text; any other text as it is."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):  # no JSON, or too deep a list
@@ -221,7 +217,7 @@ def _build_adapter(
     arguments: dict[str, Any],
     offered: dict[str, Any],
 ) -> Adapter:
-    """What reads the rows of the data set `name`: from `local`, where there is such a file or folder."""
+    """The adapter of the data set `name`, whose rows are in `local` where there is such a file or folder."""
     is_adapter = issubclass(kind, Adapter)
     is_ported = hasattr(kind, "get_prompt") and not is_adapter
     wanted = {"tokenizer"} if is_ported else {"seed", "tokenizer"}  # a ported class has its SEED
@@ -254,8 +250,7 @@ def import_plugins(names: Sequence[str], problems: Problems) -> None:
 def import_own_module(name: str) -> ModuleType:
     """A module of the user's; the working folder is searched after everything else on the import path.
 
-    Raises ImportError: it cannot be imported, whatever it raised itself; the text says why, where, and the
-    cure.
+    Raises ImportError: it cannot be imported, whatever it raised itself; with reason, place and cure.
     """
     if name.endswith(".py") or "/" in name:
         module = name.removesuffix(".py").strip("./").replace("/", ".")
@@ -266,7 +261,7 @@ def import_own_module(name: str) -> ModuleType:
     importlib.invalidate_caches()
     try:
         return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # it is the user's program: it raises what it likes
+    except (Exception, SystemExit) as error:  # the user's program may raise anything
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
             raise ImportError(
                 f"there is no module {error.name}; start from the folder that holds it (this is {here}) or "
@@ -282,16 +277,20 @@ def import_own_module(name: str) -> ModuleType:
 
 
 def get_from(module: ModuleType, name: str) -> object:
-    """The thing called `name` in a module. Raises ImportError: there is none; the nearest name is offered."""
+    """The object called `name` in a module. Raises ImportError: there is none; names the nearest."""
     if hasattr(module, name):
         return getattr(module, name)
-    near = difflib.get_close_matches(name, vars(module), n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ImportError(f"module {module.__name__} has no {name}{hint}")
+    raise ImportError(f"module {module.__name__} has no {name}{did_you_mean(name, vars(module))}")
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The nearest of some names, for the end of a message; empty: none is near."""
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 class FunctionsByName(dict[str, T]):
-    """What a flag names: functions with their traits, registered under a name or imported as MODULE:FUNCTION.
+    """Functions that a flag names, with their traits: registered, or imported as MODULE:FUNCTION.
 
     A value is of the class `kind`, whose first two fields are the name and the function.
     """
@@ -306,12 +305,9 @@ class FunctionsByName(dict[str, T]):
         Raises ValueError when another function has the name already.
         """
 
-        def origin(function: Any) -> tuple[str, str]:
-            return function.__qualname__, inspect.getfile(inspect.unwrap(function))
-
         def register(function: Any) -> Any:
             known = self.get(name)  # itself, where its module is imported again
-            if known and origin(self.function_of(known)) != origin(function):
+            if known and origin_of(self.function_of(known)) != origin_of(function):
                 raise ValueError(f"--{self.flag} {name!r} is registered twice")
             self[name] = self.kind(name, function, **traits)
             return function
@@ -333,10 +329,8 @@ class FunctionsByName(dict[str, T]):
             return self[name]
         module_name, colon, function_name = name.partition(":")
         if not colon:
-            near = difflib.get_close_matches(name, self, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            known = ", ".join(sorted(self))
-            raise ValueError(f"--{self.flag} {name} is unknown{hint} (known: {known}; or MODULE:FUNCTION)")
+            known = f"(known: {', '.join(sorted(self))}; or MODULE:FUNCTION)"
+            raise ValueError(f"--{self.flag} {name} is unknown{did_you_mean(name, self)} {known}")
         try:
             function = get_from(import_own_module(module_name), function_name)
         except ImportError as error:

@@ -5,20 +5,20 @@ Rank 0 tokenises, the others wait, then all read the same files.
 
 import hashlib
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from common.data.adapters.row_parts import filled_text
+from common.data.adapters.row_parts import check_encodable, filled
 from common.data.data_options import DEFAULT_CACHE, NUM_READ, DataOptions, is_held_out, share_indexes
 from common.data.dialogue import PlainTemplate, Template
-from common.data.example import BadRow, Example, Message, missing_for
+from common.data.example import Example, Message, missing_for
 from common.data.hub_data import is_offline
 from common.data.registry import RawSource, load_source
 from common.data.stage_rows import COLUMNS, Item, RowBuilder, build_row_fields
@@ -35,7 +35,7 @@ CHUNK_ROWS = 1024  # rows tokenised together and written as one chunk
 
 @dataclass
 class StageData:
-    """Rows to train on, rows held out (in a fixed shuffled order), and what became of the raw rows."""
+    """Rows to train on, rows held out (in a fixed shuffled order), and the report of the raw rows."""
 
     train: TokenTable
     eval: TokenTable
@@ -43,15 +43,8 @@ class StageData:
 
     @property
     def key(self) -> str:
-        """Return what changes with the sources and with all that decides the rows."""
+        """A text that changes with the sources and with all that decides the rows."""
         return Path(self.report.cache_folder).name
-
-
-class _Share(NamedTuple):
-    """The part of a source that belongs to a step: all rows of --sft_only_data_path."""
-
-    source: RawSource
-    is_whole: bool
 
 
 def build_data(options: DataOptions, template: Template) -> StageData:
@@ -63,16 +56,14 @@ def build_data(options: DataOptions, template: Template) -> StageData:
 
     def plan() -> tuple[dict[str, Any], Any]:
         tokenizer = template.tokenizer
-        shares = [_Share(options.load_source(name, tokenizer), False) for name in options.data_path]
-        if options.stage == 1:
-            names = options.sft_only_data_path
-            shares += [_Share(options.load_source(name, tokenizer), True) for name in names]
+        sources = [options.load_source(name, tokenizer) for name in options.data_path]
+        for name in options.sft_only_data_path if options.stage == 1 else []:
+            sources.append(options.load_source(name, tokenizer))
+            sources[-1].is_whole = True
         key = {name: value for name, value in vars(options).items() if name not in NOT_IN_KEY}
-        key |= {
-            "sources": [(share.source.digest(), share.is_whole) for share in shares],
-            "template": template.digest(),
-        }
-        return key, lambda folder: _write(folder, shares, options, template)
+        key["sources"] = [(source.digest(), source.is_whole) for source in sources]
+        key["template"] = template.digest()
+        return key, lambda folder: _write(folder, sources, options, template)
 
     folder, report = build_cached(options.cache_folder, options.kind, plan, options.max_bad_rows)
     held_out = TokenTable(folder / "eval.arrow", shuffle_seed=options.seed)
@@ -80,7 +71,7 @@ def build_data(options: DataOptions, template: Template) -> StageData:
 
 
 def preview_rows(options: DataOptions, template: Template) -> list[str]:
-    """Lines about the first rows of every source, for --dry_run: which are bad, and what one looks like.
+    """Lines about the first rows of every source, for --dry_run: the bad ones, and one row as text.
 
     Raises ValueError: see `build_data`.
     """
@@ -90,11 +81,10 @@ def preview_rows(options: DataOptions, template: Template) -> list[str]:
         if source.needs_hub and not is_offline():
             lines.append(f"{name} is on the hub: its rows are read at the start")
             continue
+        source.is_whole = True  # the shares of the steps are drawn from all rows
         report = DataReport(options.kind)
-        share = _Share(source, is_whole=True)  # the shares of the steps are drawn from all rows
-        rows = RowBuilder(template, options, report).build(
-            [item for item, _ in _items(share, options, report, count())]
-        )
+        items = [item for item, _ in _items(source, options, report, count())]
+        rows = RowBuilder(template, options, report).build(items)
         report.notes += source.notes(options.stage)
         which = "first " if len(source.train) >= NUM_READ else ""
         lines.append(
@@ -111,20 +101,23 @@ def preview_rows(options: DataOptions, template: Template) -> list[str]:
     return lines
 
 
-def _write(folder: Path, shares: Sequence[_Share], options: DataOptions, template: Template) -> DataReport:
-    """Tokenise all shares into train.arrow and eval.arrow."""
+def _write(
+    folder: Path, sources: Sequence[RawSource], options: DataOptions, template: Template
+) -> DataReport:
+    """Tokenise the step's shares of all sources into train.arrow and eval.arrow."""
     report = DataReport(options.kind)
-    builder, prompt_indexes = RowBuilder(template, options, report), count()
-    total = sum(len(share.source.train) for share in shares)
+    builder = RowBuilder(template, options, report)
+    prompt_indexes = count()
+    total = sum(len(source.train) for source in sources)
     next_time = time.monotonic() + TELL_SECONDS
     with ExitStack() as stack:
         train, held_out = (
             stack.enter_context(closing(TokenWriter(folder / f"{name}.arrow", COLUMNS[options.kind])))
             for name in ("train", "eval")
         )
-        for share in shares:
+        for source in sources:
             num_before = train.num_rows
-            items = _items(share, options, report, prompt_indexes)
+            items = _items(source, options, report, prompt_indexes)
             while chunk := list(islice(items, CHUNK_ROWS)):
                 for writer in (train, held_out):
                     some = [item for item, is_eval in chunk if is_eval == (writer is held_out)]
@@ -133,69 +126,69 @@ def _write(folder: Path, shares: Sequence[_Share], options: DataOptions, templat
                 if time.monotonic() >= next_time:
                     watchdog.tell(f"tokenised {report.num_raw_rows:,} of at most {total:,} rows")
                     next_time = time.monotonic() + TELL_SECONDS
-            report.notes += share.source.notes(options.stage)
+            report.notes += source.notes(options.stage)
             if train.num_rows == num_before:
-                raise ValueError(_no_rows(share, options, report))
+                raise ValueError(_no_rows(source, options, report))
         report.num_train, report.num_eval = train.num_rows, held_out.num_rows
     return report
 
 
 def _items(
-    share: _Share, options: DataOptions, report: DataReport, prompt_indexes: Iterator[int]
+    source: RawSource, options: DataOptions, report: DataReport, prompt_indexes: Iterator[int]
 ) -> Iterator[tuple[Item, bool]]:
-    """The usable Examples of a share, each with whether it is held out; `prompt_indexes` number the prompts.
+    """The usable Examples of the step's share of a source, each with whether it is held out.
 
-    A source's own evaluation part is used whole by every step: nobody trains on it.
+    `prompt_indexes` number the prompts. A source's own evaluation part is used whole by every step: no step
+    trains on it.
     """
-    source, stage = share.source, options.stage
+    stage = options.stage
 
     def read(row: dict) -> tuple[dict, list[Example]]:
         return row, _usable(source.adapter.to_examples(row), options, report)
 
-    num_rows = len(source.train)
-    indexes = range(num_rows)
-    if not share.is_whole:
-        indexes = share_indexes(num_rows, options.data_split, stage, options.seed)
+    indexes: Sequence[int] = range(len(source.train))
+    if not source.is_whole:
+        indexes = share_indexes(len(source.train), options.data_split, stage, options.seed)
     parts = [(source.train, indexes)]
+    eval_fraction = options.eval_fraction
     if source.eval is not None:
         parts.append((source.eval, range(len(source.eval))))
-    eval_fraction = options.eval_fraction if source.eval is None else 0.0
+        eval_fraction = 0.0
     for rows, indexes in parts:
         for index, (row, examples) in report.read(rows, indexes, read, options.max_bad_rows):
             row_id = rows.row_id(index, row)
             fields = build_row_fields(row) if stage == 3 else "{}"
-            # Many rows may have one prompt: step 3 must not train on those that it judges by.
+            # Many rows may have one prompt: step 3 must not train on those that it is evaluated by.
+            contents = [_said(e.prompt) for e in examples] if stage == 3 else [row] * len(examples)
             is_eval = [
                 rows is source.eval
                 or (eval_fraction > 0 and is_held_out(content, eval_fraction, options.seed))
-                for content in ([_said(e.prompt) for e in examples] if stage == 3 else [row] * len(examples))
+                for content in contents
             ]
             if options.kind == "pair" and len(examples) > options.max_pairs_per_prompt:
                 examples = _draw(examples, options, f"{options.seed} {row_id}", report, for_once=is_eval[0])
-            of_prompt: dict[object, int] = {}
+            index_of_prompt: dict[object, int] = defaultdict(lambda: next(prompt_indexes))
             for number, example in enumerate(examples):
                 name = row_id if len(examples) == 1 else f"{row_id}#{number}"
-                group = example.prompt if options.kind == "pair" else number
-                if group not in of_prompt:
-                    of_prompt[group] = next(prompt_indexes)
-                item = Item(example, name, rows.location(index), of_prompt[group], fields)
+                prompt_index = index_of_prompt[example.prompt if options.kind == "pair" else number]
+                item = Item(example, name, rows.location(index), prompt_index, fields)
                 yield item, is_eval[number]
 
 
 def _said(prompt: Sequence[Message]) -> list[tuple[str, ...]]:
-    """Roles and texts of a prompt, and what else its turns hold: what decides whether it is held out."""
+    """Roles, texts and extras of a prompt, which decide whether it is held out."""
     return [message[: 3 if message.extras else 2] for message in prompt]
 
 
 def _usable(examples: Sequence[Example], options: DataOptions, report: DataReport) -> list[Example]:
     """Examples of one raw row that a step can use, without repeats.
 
-    Raises BadRow: none of them has what the step needs.
+    Raises BadRow: none of them serves the step.
     """
     stage = options.stage
     problems = [missing_for(stage, example, is_unpaired=options.is_unpaired) for example in examples]
     if None not in problems:
-        raise problems[0] or AssertionError("a row gave no example")
+        raise problems[0]
     usable = [example for example, problem in zip(examples, problems, strict=True) if problem is None]
     if stage == 2:
         report.num_ties += sum(example.is_tie for example in usable)
@@ -244,15 +237,15 @@ def _draw(
     return [examples[i] for i in sorted(i for some in by_prompt.values() for i in some[:num_stored])]
 
 
-def _no_rows(share: _Share, options: DataOptions, report: DataReport) -> str:
-    """Why a source gave no row, and what to do."""
-    flag = "--sft_only_data_path" if share.is_whole else "--data_path"
+def _no_rows(source: RawSource, options: DataOptions, report: DataReport) -> str:
+    """The message of a source that gave no row, with the cure."""
+    flag = "--sft_only_data_path" if source.is_whole else "--data_path"
     cure = f"use more rows, an --eval_fraction under {options.eval_fraction}"
-    if not share.is_whole:
+    if not source.is_whole:
         cure += f", or a --data_split that gives step {options.stage} more than {options.data_split} does"
     seen = "; ".join(report.lines()[1:])
     return (
-        f"{flag} {share.source.name}: none of its {len(share.source.train)} rows is left to train step "
+        f"{flag} {source.name}: none of its {len(source.train)} rows is left to train step "
         f"{options.stage} on; {cure}" + (f" ({seen})" if seen else "")
     )
 
@@ -313,11 +306,6 @@ def _write_blocks(
 
 
 def _text_of(row: dict[str, Any]) -> str:
-    if "text" not in row:
-        raise BadRow(f"no column 'text'; found {', '.join(map(repr, row)) or 'nothing'}")
-    text = filled_text("text", row["text"])
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadRow(str(error)) from error
+    text = filled("text", row.get("text"))
+    check_encodable(text)
     return text

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-from common.data.adapters.row_forms import SCORED, TREE
+from common.data.adapters.row_forms import TREE
+from common.data.adapters.row_parts import check_encodable
 from common.data.data_options import DataOptions
 from common.data.dialogue import Segment, Template, Tokenised, response_start, truncate
 from common.data.example import BadRow, Example, RewritesPast, one_for_each_reply
@@ -17,10 +18,10 @@ from common.data.token_cache import DataReport
 
 MAX_FIELD_CHARACTERS = 4096  # of one field's JSON: answers and labels pass, whole documents do not
 # An Example has them already.
-CARRIED_COLUMNS = {"prompt", "chosen", "rejected", "messages", "conversations", TREE, SCORED}
+CARRIED_COLUMNS = {"prompt", "chosen", "rejected", "messages", "conversations", TREE}
 _AS_JSON = TypeAdapter(Any)  # NaN and infinity are null
 
-# What the rows of each kind hold: see token_cache.COLUMN_TYPES.
+# Columns of each kind of rows: see token_cache.COLUMN_TYPES.
 COLUMNS = {
     "sft": {"input_ids": "ids", "loss_mask": "mask", "conversation": "int", "row_id": "text"},
     "pair": {
@@ -55,7 +56,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class RowBuilder:
-    """Makes the rows of step `options.stage`, and counts in the report what they lost."""
+    """Makes the rows of step `options.stage`, and counts in the report what was cut or left out."""
 
     template: Template
     options: DataOptions
@@ -125,8 +126,12 @@ class RowBuilder:
         self._count(row)
         text = self.template.prompt_text(item.example.prompt, item.example.tools)
         messages = json.dumps([message.as_dict() for message in item.example.prompt])
-        row_texts = {"prompt_text": text, "messages": messages, "fields": item.fields}
-        return {"prompt_ids": row.input_ids} | row_texts
+        return {
+            "prompt_ids": row.input_ids,
+            "prompt_text": text,
+            "messages": messages,
+            "fields": item.fields,
+        }
 
     def _count(self, *rows: Tokenised) -> None:
         self.report.num_truncated += any(row.is_truncated for row in rows)
@@ -135,17 +140,18 @@ class RowBuilder:
 
     def _texts(self, example: Example) -> list[list[Segment]]:
         """The texts of an Example that are tokenised: two of a pair, else one."""
-        prompt, kind = example.prompt, self.options.kind
-        segments = partial(self.template.segments, prompt, tools=example.tools)
-        if kind == "prompt":
-            return [segments(None)]
-        if kind == "pair":
-            return [segments(answer) for answer in (example.chosen, example.rejected)]
-        if kind == "rated":
-            return [segments(example.rejected if example.chosen is None else example.chosen)]
         if example.text is not None:
             return [self.template.text_segments(example.text)]
-        return [segments(example.chosen, learn_all_turns=example.learn_all_turns)]
+        kind = self.options.kind
+        answers = {
+            "sft": (example.chosen,),
+            "pair": (example.chosen, example.rejected),
+            "rated": (example.chosen or example.rejected,),
+            "prompt": (None,),
+        }[kind]
+        learns_all = kind == "sft" and example.learn_all_turns
+        segments = partial(self.template.segments, learn_all_turns=learns_all, tools=example.tools)
+        return [segments(example.prompt, answer) for answer in answers]
 
     def _shown(self, item: Item) -> list[tuple[Item, list[list[Segment]]]]:
         """The texts of an item, by replies where the template rewrites earlier turns. Raises BadRow."""
@@ -154,8 +160,7 @@ class RowBuilder:
         except RewritesPast:
             examples = one_for_each_reply(item.example)
         self.report.num_split += 1
-        names = [f"{item.row_id}#{number}" for number in range(len(examples))]
-        parts = [item._replace(example=e, row_id=n) for e, n in zip(examples, names, strict=True)]
+        parts = [item._replace(example=e, row_id=f"{item.row_id}#{n}") for n, e in enumerate(examples)]
         return [(part, self._texts(part.example)) for part in parts]
 
     def _tokenise(self, items: Sequence[Item]) -> list[tuple[Item, list[Tokenised]]]:
@@ -165,10 +170,7 @@ class RowBuilder:
             try:
                 parts = self._shown(item)
                 for segment in (segment for _, texts in parts for text in texts for segment in text):
-                    segment.text.encode()
-            except UnicodeEncodeError as error:
-                reason = f"the text has half of a surrogate pair at character {error.start}"
-                self.report.add_bad(item.location, reason)
+                    check_encodable(segment.text)
             except BadRow as error:
                 self.report.add_bad(item.location, str(error))
             else:
@@ -207,9 +209,8 @@ class RowBuilder:
 
     @property
     def _closing_ids(self) -> list[int]:
-        """What follows the end of turn in rows of this step; pairs of a policy end with it."""
-        is_closed = self.options.kind == "sft" or self.options.is_scored
-        return self.template.closing_ids if is_closed else []
+        """Token ids behind the end of turn in rows of this step; pairs of a policy have none."""
+        return self.template.closing_ids if self.options.kind == "sft" or self.options.is_scored else []
 
     @property
     def _max_tokens(self) -> int:
@@ -231,15 +232,14 @@ def _response_length(row: Tokenised) -> int:
 
 
 def build_row_fields(row: Mapping[str, Any]) -> str:
-    """What a reward may see of a raw row besides its prompt, as a JSON object.
+    """The columns of a raw row that a reward reads besides its prompt, as a JSON object.
 
-    These are its columns less CARRIED_COLUMNS, long fields and what JSON cannot hold. NaN and infinity become
-    null, for other languages' JSON knows neither. Arrays become lists, dates texts.
+    Left out are CARRIED_COLUMNS, long fields and values that JSON cannot hold. NaN and infinity become null,
+    which the JSON of other languages has not. Arrays become lists, dates become texts.
     """
     parts = []
-    for name, value in row.items():
-        if name in CARRIED_COLUMNS:
-            continue
+    columns = {name: value for name, value in row.items() if name not in CARRIED_COLUMNS}
+    for name, value in columns.items():
         with suppress(ValueError):  # neither a type nor a text (half of a surrogate pair) that JSON can hold
             text = _AS_JSON.dump_json(value, fallback=_to_list).decode()
             if len(text) <= MAX_FIELD_CHARACTERS:

@@ -1,5 +1,5 @@
 """Token rows on disk: written once, under a key that changes with all that decides them, read by memory map;
-and the report of what became of the raw rows.
+and the report of the raw rows.
 
 The files are Arrow streams, so rows are written as they come and no process ever holds them all.
 """
@@ -137,8 +137,8 @@ def build_cached(
 ) -> tuple[Path, "DataReport"]:
     """The folder of a token cache, and its report: rank 0 writes it, unless it is there, and the others wait.
 
-    `plan()` gives all that decides the tokens, and what writes them into a folder. Every rank must call this.
-    Raises ValueError: see `build_once`; too many bad rows, in a more tolerant run's cache too.
+    `plan()` gives all that decides the tokens, and a function that writes them into a folder. Every rank must
+    call this. Raises ValueError: see `build_once`; too many bad rows, in a more tolerant run's cache too.
     """
     was_built: list[bool] = []
 
@@ -159,9 +159,9 @@ def build_cached(
     return folder, report
 
 
-def _count(told: str) -> int:
-    """A count of the report, with the words that tell it in the log."""
-    return field(default=0, metadata={"told": told})
+def _count(words: str) -> int:
+    """A count of the report, with its words in the log."""
+    return field(default=0, metadata={"words": words})
 
 
 @dataclass
@@ -185,7 +185,7 @@ class DataReport:
     num_split: int = _count("conversations are one row a reply: the chat template rewrites earlier turns")
     num_tokens: int = 0
     bad_rows: list[str] = field(default_factory=list)  # "file:line: reason", the first few
-    notes: list[str] = field(default_factory=list)  # what an adapter has to say of how it read its rows
+    notes: list[str] = field(default_factory=list)  # of adapters: how the rows were read
     cache_folder: str = ""
     from_cache: bool = False
 
@@ -217,26 +217,26 @@ class DataReport:
         for index in indexes:
             self.num_raw_rows += 1
             try:
-                found = use(rows[index])
+                result = use(rows[index])
             except EmptyRow:
                 self.num_empty += 1
             except BadRow as error:
                 self.add_bad(rows.location(index), str(error))
                 self.check_bad_rows(max_bad_rows)
             else:
-                yield index, found
+                yield index, result
 
     def lines(self) -> list[str]:
         """The report for the log: one line, and one for every kind of row that was cut or left out."""
         origin = f"token cache {self.cache_folder} ({'reused' if self.from_cache else 'new'})"
-        result = [
+        summary = (
             f"{self.kind} data: {self.num_train} train and {self.num_eval} eval rows of {self.num_raw_rows} "
             f"raw rows, {self.num_tokens} tokens, {origin}"
-        ]
-        counts = [(getattr(self, f.name), f.metadata.get("told")) for f in dataclasses.fields(self)]
-        told = [f"{count} {words}" for count, words in counts if words and count]
-        told += [f"bad row {row}" for row in self.bad_rows]
-        return result + [f"{self.kind} data: {line}" for line in (*told, *self.notes)]
+        )
+        counts = [(getattr(self, f.name), f.metadata.get("words")) for f in dataclasses.fields(self)]
+        lines = [f"{count} {words}" for count, words in counts if words and count]
+        lines += [f"bad row {row}" for row in self.bad_rows]
+        return [summary, *(f"{self.kind} data: {line}" for line in (*lines, *self.notes))]
 
     def facts(self) -> dict[str, int]:
         """The counts, by their names, for a run's description."""

@@ -69,9 +69,8 @@ def set_end_of_turn(tokenizer: PreTrainedTokenizerFast, token: str) -> bool:
 
 def adds_bos(tokenizer: PreTrainedTokenizerFast) -> bool:
     """Whether the tokenizer itself puts its bos before a text."""
-    if tokenizer.bos_token_id is None:
-        return False
-    return tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
+    bos_id = tokenizer.bos_token_id
+    return bos_id is not None and tokenizer("a").input_ids[:1] == [bos_id]
 
 
 def num_token_ids(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -3,7 +3,7 @@
 import pytest
 from stage_texts import END, build, make_options, put_on_hub, texts, write_rows
 
-from common.data.adapters.row_forms import SCORED, rank_by_score, read_row
+from common.data.adapters.row_forms import rank_by_score, read_row
 from common.data.data_options import check_sources
 from common.data.example import BadRow, EmptyRow, Message, missing_for
 from common.data.registry import load_source
@@ -36,7 +36,7 @@ def test_all_pairs_of_scored_answers_by_hand():
         ("also fair", "poor", False, True),
     ]
     assert [e.margin for e in found] == [2.0, 2.0, 3.0, 0.0, 1.0, 1.0]
-    with pytest.raises(BadRow, match="'margin' is inf, not a finite number"):
+    with pytest.raises(BadRow, match="'margin' is inf, not a number"):
         rank_by_score(HI, ["a", "b"], [1e308, -1e308])
 
 
@@ -56,6 +56,8 @@ SCORED_TEXTS = [{"text": "c", "score": 0}, {"text": "a", "score": 9}, {"text": "
 def test_every_form_of_a_ranking(row):
     found = read_row(row)
     assert pairs(found) == ABC and {e.prompt for e in found} == {HI}
+    margins = [2.5, 3.5, 1.0] if "scores" in row else [8.0, 9.0, 1.0] if "answers" in row else [0.0] * 3
+    assert [e.margin for e in found] == margins, "ranks have no distance"
 
 
 def test_answers_that_a_reward_compares_with_are_no_ranking():
@@ -130,7 +132,7 @@ def test_rows_of_one_prompt_make_a_pair_by_the_chosen_column(monkeypatch, tmp_pa
 def test_rows_of_one_prompt_need_not_be_neighbours_and_keep_their_place(tmp_path):
     rows = [HELPSTEER2[0], HELPSTEER2[2] | {"id": "own"}, HELPSTEER2[1]]
     train = load_source(write_rows(tmp_path / "scored.jsonl", rows)).train
-    assert [len(train[i][SCORED]) for i in range(len(train))] == [2, 1]
+    assert [len(train[i]["responses"]) for i in range(len(train))] == [2, 1]
     assert [train.row_id(i, train[i]) for i in (0, 1)] == ["scored.jsonl:1", "own"]
 
 
@@ -227,7 +229,7 @@ def test_a_label_that_is_no_thumb_is_for_a_reward():
         assert (example.chosen, example.rejected, example.is_rated) == (None, None, False)
         for step in (1, 2):
             problem = missing_for(step, example, is_unpaired=True)
-            assert "says neither good nor bad" in str(problem) and not isinstance(problem, EmptyRow)
+            assert "is neither good nor bad" in str(problem) and not isinstance(problem, EmptyRow)
         assert missing_for(3, example) is None
 
 

@@ -174,8 +174,8 @@ def test_rows_of_a_conversation_have_its_number_and_are_counted(make_tokenizer):
 @pytest.mark.parametrize(
     ("template", "word"),
     [
-        (" ", "leaves out what"),
-        ("{% for m in messages if m.role == 'human' %}{{ m.content }}{% endfor %}", "leaves out what"),
+        (" ", "leaves out the text"),
+        ("{% for m in messages if m.role == 'human' %}{{ m.content }}{% endfor %}", "leaves out the text"),
         ("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}", "--eot_token"),
         ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", "--eot_token '<|user|>'"),
         ("{% if %}", "refuses"),

@@ -146,7 +146,7 @@ def test_a_folder_of_the_cache_of_datasets(tmp_path):
         ("a.arrow", b"ARROW1 but no more", "cannot be read as .arrow"),
         ("a.arrow", b"", "cannot be read as .arrow"),
         ("a.txt", b"a text\n", r'unknown.*a line of JSON, such as \{"text": "..."\}, in a .jsonl file'),
-        ("sub/other.parquet", b"no parquet", "`datasets` cannot read the folder .*; name a file in it"),
+        ("sub/other.parquet", b"no parquet", "it could not be loaded .*; name a file in it"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path, name, content, reason):

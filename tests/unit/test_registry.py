@@ -58,15 +58,15 @@ def test_places_are_lines_of_the_file(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\n{"text": "a"}\n\n{"text": \n[1]\n{"text": "\xff"}\n')
     rows = load_source(str(path)).train
-    assert [rows.origin_and_line(i)[1] for i in range(len(rows))] == [2, 4, 5, 6]
-    assert rows.location(1) == f"{path}:4" and rows.row_id(1, {}) == "a.jsonl:4"
-    for index, reason in ((1, "not JSON"), (2, "a JSON list, not an object"), (3, "not UTF-8")):
+    assert [rows.location(i) for i in range(len(rows))] == [f"{path}:{n}" for n in (2, 4, 5, 6)]
+    assert rows.row_id(1, {}) == "a.jsonl:4"
+    for index, reason in ((1, "not JSON"), (2, "a JSON list, not an object"), (3, "'utf-8' codec")):
         with pytest.raises(BadRow, match=reason):
             rows[index]
     path = tmp_path / "a.csv"
     path.write_text('prompt,answer\n"two\nlines",x\n\ny,z\nonly one\n')
     rows = load_source(str(path)).train
-    assert [rows.origin_and_line(i)[1] for i in range(len(rows))] == [2, 5, 6]
+    assert [rows.location(i) for i in range(len(rows))] == [f"{path}:{n}" for n in (2, 5, 6)]
     with pytest.raises(BadRow, match="1 fields, the header 2"):
         rows[2]
 
@@ -201,7 +201,10 @@ def test_the_first_form_whose_columns_are_there_is_the_rows():
         # turns
         ({"conversations": "hi"}, "'conversations' is of type str, not a list"),
         # pairs of lists of turns
-        ({"prompt": "x", "chosen": ANSWERED, "rejected": ANSWERED}, "do not hold 'prompt'"),
+        (
+            {"prompt": "x", "chosen": ANSWERED, "rejected": ANSWERED},
+            "turns before the reply that are not the prompt",
+        ),
         ({"chosen": ANSWERED, "rejected": ANSWERED[1:]}, "do not share the turns"),
         ({"prompt": "hi", "chosen": ASKED, "rejected": ASKED}, "chosen ends with a turn of the user"),
         # several answers

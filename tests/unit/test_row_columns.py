@@ -94,22 +94,22 @@ def test_one_system_message_is_enough():
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"text": "a", "system": "b"}, "'system' cannot be used: nothing reads it"),
+        ({"text": "a", "system": "b"}, "'system' cannot be used: it is not read"),
         ({"text": "a", "tools": [{"name": "look"}]}, "'tools' cannot be used"),
         ({"prompt": "a", "answer": "b", "images": ["x.png"]}, "'images' cannot be used: only text"),
         ({"prompt": "a", "answer": "b", "history": "c"}, "'history' is of type str"),
-        ({"prompt": "a", "answer": "b", "history": [["c"]]}, r"history\[0\] is neither"),
+        ({"prompt": "a", "answer": "b", "history": [["c"]]}, r"history\[0\] is of type list, not a question"),
         ({"prompt": "a", "answer": "b", "tools": [{"parameters": {}}]}, "without the name of a function"),
         ({"prompt": "a", "answer": "b", "tools": "look"}, "'?tools'?: the text is not JSON"),
         ({"instruction": "a", "question": "b", "output": "c"}, "`instruction` and `question`; name the one"),
-        ({"prompt": "a", "completions": ["b", "c"], "labels": [True, False]}, "rate the parts of one answer"),
+        ({"prompt": "a", "completions": ["b", "c"], "labels": [True, False]}, "0\\] is of type str"),
         ({"question": "a", "rejected": "b"}, None),
         ({"chosen": "a", "rejected": "b"}, "`chosen` and `rejected`, but no `prompt`"),
         ({"prompt": "a", "response": [user("b"), reply("c")]}, "turns before the reply"),
         ({"prompt": "a", "chosen": [user("b"), reply("c")], "rejected": "d"}, "turns before the reply"),
         ({"answer": "a", "id": 3}, "the row has `answer`, but no `prompt`"),
         ({"a": 1, "b": None}, "the row has `a`: no column that a form begins with"),
-        ({"a": None}, "nothing but nulls"),
+        ({"a": None}, "nulls alone"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_row_is_one_sentence(row, reason):
@@ -217,7 +217,7 @@ def test_a_score_is_a_number_or_the_row_is_bad(value):
 
 def test_scores_that_prefer_the_rejected_answer_are_bad():
     row = {"prompt": "hi", "chosen": "a", "rejected": "b", "score_chosen": 2, "score_rejected": 3.5}
-    with pytest.raises(BadRow, match="'score_chosen' 2 is below 'score_rejected' 3.5"):
+    with pytest.raises(BadRow, match="'score_chosen - score_rejected' is -1.5, so the rejected"):
         read_row(row)
 
 
@@ -244,7 +244,7 @@ def test_wrong_columns_are_named(tmp_path):
     for columns, reason in (
         (
             "prompt=question,response=antwort",
-            "the row has no `question`, which --columns prompt=question names",
+            "the row has no `question`, which should hold its `prompt`",
         ),
         ("promt=frage", "--columns promt=frage: give NAME=COLUMN"),
         ("prompt=frage,promt=x", "--columns promt=x: give NAME=COLUMN"),
@@ -254,6 +254,6 @@ def test_wrong_columns_are_named(tmp_path):
         assert reason in problem
     assert check_sources(make_options(path, 1, tmp_path, columns="prompt=frage,response=antwort")) == []
     (problem,) = check_sources(make_options("stanfordnlp/SHP", 1, tmp_path, columns="prompt=frage"))
-    assert "an adapter with names of its own" in problem
+    assert "are named by its adapter" in problem
     with pytest.raises(ValueError, match="leave --columns out"):
         load_source("stanfordnlp/SHP", own_names={"prompt": "frage"})

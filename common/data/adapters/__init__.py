@@ -1,3 +1,3 @@
-"""Adapters: what a row means. Importing this package registers those of the data sets by name."""
+"""Adapters of data sets. Importing this package registers those that have a name."""
 
 from common.data.adapters import public_sets as public_sets

@@ -1,4 +1,4 @@
-"""What an adapter is: it reads a data set's rows and says what a row means; and those of the usual forms."""
+"""Adapters, which read the rows of a data set and make Examples of them; the adapter of the usual forms."""
 
 import hashlib
 import inspect
@@ -22,7 +22,7 @@ ADAPTERS: dict[str, type] = {}  # Adapters, and classes that PortedClass can wra
 
 def digest_code(kind: type) -> str:
     """Digest of the files that hold a class and its bases, and of this folder, which they read rows by."""
-    files = [_file_of(part) for part in kind.__mro__]
+    files = [origin_of(part)[1] for part in kind.__mro__]
     files += map(str, sorted(Path(__file__).parent.glob("*.py")))
     total = hashlib.sha256(kind.__qualname__.encode())
     for file in files:
@@ -30,9 +30,11 @@ def digest_code(kind: type) -> str:
     return total.hexdigest()
 
 
-def _file_of(kind: type) -> str:
-    """The file that defines a class; its module's name where there is none."""
-    return getattr(sys.modules.get(kind.__module__), "__file__", None) or kind.__module__
+def origin_of(thing: Any) -> tuple[str, str]:
+    """The name of a class or function, and its file: the same when a module is imported again."""
+    thing = inspect.unwrap(thing)
+    module = sys.modules.get(thing.__module__)
+    return thing.__qualname__, getattr(module, "__file__", None) or thing.__module__
 
 
 class Adapter:
@@ -45,15 +47,16 @@ class Adapter:
     """
 
     notes: tuple[str, ...] = ()  # for the data report, when the rows have been read
+    kind: type | None = None  # a class of the user's own that the adapter wraps
     arguments: dict[str, Any] = {}  # of its constructor, by --data_path
     score_column: str = DEFAULT_SCORE_COLUMN  # --score_column
-    local: Path | None = None  # the file or folder to read in place of what `load` gives
+    local: Path | None = None  # the file or folder to read instead of `load`
     max_rows: int | None = None  # of each file, where the first ones are enough; None: all
     hub_config: str | None = None  # of a hub data set, or a copy of one, that has several
-    own_names: Mapping[str, str] = {}  # --columns: of each column of a form, what the rows call it
+    own_names: Mapping[str, str] = {}  # --columns: the rows' name of each column of a form
 
     def __init__(self, source: str = "") -> None:
-        """Keep the name by which the data set was asked for."""
+        """`source` is the name by which the data set was asked for."""
         self.source = source
 
     def load(self) -> tuple[Sequence[dict[str, Any]] | RawRows, Sequence[dict[str, Any]] | RawRows | None]:
@@ -70,13 +73,13 @@ class Adapter:
         """
         return rows
 
-    def unread(self, stage: int) -> list[str]:
-        """Lines of the data report: columns and keys that a step does not read, with their counts."""
-        return []
+    def notes_of(self, stage: int) -> list[str]:
+        """Lines for a step's data report, when the rows have been read."""
+        return list(self.notes)
 
     def code_digest(self) -> str:
         """Changes when this adapter is edited, so that no token cache outlives the code that filled it."""
-        return digest_code(type(self))
+        return " ".join(digest_code(kind) for kind in (type(self), self.kind) if kind)
 
     def to_examples(self, row: dict[str, Any]) -> list[Example]:
         """Examples of a raw row. Raises BadRow: the row's form is wrong."""
@@ -132,7 +135,7 @@ def register_dataset(*names: str) -> Callable[[type], type]:
     def register(kind: type) -> type:
         for name in names:
             known = ADAPTERS.get(name, kind)
-            if (known.__qualname__, _file_of(known)) != (kind.__qualname__, _file_of(kind)):
+            if origin_of(known) != origin_of(kind):
                 raise ValueError(f"data set name {name!r} is registered twice: by {known} and {kind}")
             ADAPTERS[name] = kind
         return kind
@@ -152,30 +155,30 @@ class AnyForm(Adapter):
         _, first = next(readable(rows), (0, {}))
         if first.keys() >= set(message_trees.MESSAGE_COLUMNS):
             return message_trees.group_trees(rows, self._unread)
-        if not first.keys() >= {*self.own_names.values()}:  # it is bad, and named when it is read
+        try:
+            row = row_forms.Row(first, self.own_names)
+        except BadRow:  # it is counted when it is read
             return rows
-        row = row_forms.Row(first, self.own_names)
         if not ("prompt" in row and "response" in row) or "rejected" in row:
             return rows
         if self.score_column in first:
             return row_forms.group_scored(rows, self.score_column, self.own_names, self._unread)
         if self.score_column != DEFAULT_SCORE_COLUMN:
             note = f"no column {self.score_column!r} (--score_column): read as prompt/response without scores"
-            self.notes = tuple(dict.fromkeys((*self.notes, note)))
+            self.notes = tuple(dict.fromkeys((*self.notes, note)))  # once for both parts
         return rows
 
     def to_examples(self, row: dict[str, Any]) -> list[Example]:
         if message_trees.TREE in row:
             return message_trees.tree_examples(row)
-        if row_forms.SCORED in row:
-            return row_forms.scored_responses(row, self.score_column, self.own_names)
         return row_forms.read_row(row, self.own_names, self._unread)
 
-    def unread(self, stage: int) -> list[str]:
-        """See Adapter; step 3 hands columns to rewards."""
+    def notes_of(self, stage: int) -> list[str]:
+        """See Adapter; columns and keys that were not read. Step 3 gives columns to rewards."""
         counts = {what: n for what, n in self._unread.items() if stage != 3 or not what.startswith("column")}
-        lines = [f"{what} is not read: {n:,} rows" for what, n in sorted(counts.items())[:MOST_UNREAD]]
-        return lines + [f"{len(counts) - MOST_UNREAD} more are not read"] * (len(counts) > MOST_UNREAD)
+        lines = [f"{what} is not read: {n:,} rows" for what, n in sorted(counts.items())]
+        more = [f"{len(lines) - MOST_UNREAD} more are not read"] if len(lines) > MOST_UNREAD else []
+        return [*self.notes, *lines[:MOST_UNREAD], *more]
 
 
 def parameters_of(kind: type) -> set[str]:
@@ -208,29 +211,22 @@ class MapStyle(AnyForm):
                 f"--data_path {source}: {kind.__name__} needs get_prompt, as DeepSpeed-Chat's classes have, "
                 "or __len__ and __getitem__ that give rows, or must derive from common.data.registry.Adapter"
             )
-        self._kind, self._rows = kind, make_own(kind, source, args, named)
+        self.kind, self._rows = kind, make_own(kind, source, args, named)
 
     def load(self) -> tuple[RawRows, None]:
-        """See Adapter; a row that cannot be had is a bad row. Raises ValueError: there is none."""
+        """See Adapter; a row is bad where the index raises. Raises ValueError: the length raises."""
         try:
-            num_rows = len(self._rows)
+            return RawRows(range(len(self._rows)), self.source, read=self._read), None
         except Exception as error:  # the class's own
             raise ValueError(
                 f"--data_path {self.source}: its length raised {kind_and_line(error)}; mend it"
             ) from error
-        if num_rows == 0:
-            raise ValueError(f"--data_path {self.source}: it has no rows; it must hold at least one")
-        return RawRows(range(num_rows), self.source, read=self._read), None
 
     def _read(self, index: int) -> Any:
         try:
             return self._rows[index]
         except Exception as error:  # the class's own
             raise BadRow(f"the index raised {kind_and_line(error)}") from error
-
-    def code_digest(self) -> str:
-        """See Adapter; the user's file counts."""
-        return super().code_digest() + digest_code(self._kind)
 
 
 @register_dataset("local/jsonfile")

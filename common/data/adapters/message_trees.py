@@ -1,69 +1,58 @@
-"""Message trees as OpenAssistant's: every message names its parent, and siblings are ranked by people. The
-messages of a tree become one row.
+"""Message trees as OpenAssistant's: every message names its parent, and people ranked the replies to it.
+The messages of a tree become one row.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.data.adapters.row_parts import (
-    SPEAKERS,
-    filled_text,
-    finite_number,
-    kind_of,
-    quoted,
-    rank_by_score,
-)
+from common.data.adapters.row_parts import SPEAKERS, expect, filled, finite_number, quoted, rank_by_score
 from common.data.example import BadRow, EmptyRow, Example, Message, Turn
 from common.data.raw_rows import RawRows, group_rows, readable
 
-TREE = "(messages of a tree)"  # the column of a row that the messages of one tree were put together in
+TREE = "(messages of a tree)"  # the only column of a row that was joined of the messages of a tree
 MESSAGE_COLUMNS = ("message_id", "parent_id", "text", "role")
-_MESSAGE_KEPT = (*MESSAGE_COLUMNS, "rank", "deleted", "review_result", "lang")
+_MESSAGE_KEPT = (*MESSAGE_COLUMNS, "rank", "deleted", "review_result", "lang", "id")
 
 
 def group_trees(rows: RawRows, unread: Counter[str]) -> RawRows:
-    """One row {TREE: [messages]} for each tree; a message that leads to no first one, alone.
-
-    Columns that are left behind are counted in `unread`.
-    """
+    """One row {TREE: [messages]} for each tree. Columns that are left out are counted in `unread`."""
     parents: dict[Any, Any] = {}
     names: dict[int, Any] = {}
     for index, row in readable(rows):
-        kept = {"id", *_MESSAGE_KEPT}
         unread.update(
-            f"joined column {quoted(name)}" for name in row if row[name] is not None and name not in kept
+            f"joined column {quoted(name)}"
+            for name in row
+            if row[name] is not None and name not in _MESSAGE_KEPT
         )
-        name, parent = row.get("message_id"), _parent_of(row)
-        if isinstance(name, str | int) and (parent is None or isinstance(parent, str | int)):
+        name = row.get("message_id")
+        parent = _parent_of(row)
+        if isinstance(name, str | int) and isinstance(parent, str | int | None):
             names[index] = name
             parents[name] = parent
     roots = _roots(parents)
-    keys = {index: roots[name] for index, name in names.items()}
 
     def build(tree: list[dict[str, Any]]) -> dict[str, Any]:
         return {TREE: [{name: m[name] for name in _MESSAGE_KEPT if name in m} for m in tree]}
 
-    return group_rows(rows, keys, build)
+    return group_rows(rows, {index: roots[name] for index, name in names.items()}, build)
 
 
 def _roots(parents: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The topmost ancestor that is there, of every message; for a ring of messages, one of them."""
+    """The first ancestor in the data, of every message; for a ring of messages, one of them."""
     roots: dict[Any, Any] = {}
     for name in parents:
-        path: dict[Any, None] = {}  # in order, and quick to look into
+        path = set()
         here = name
         while here not in roots and here not in path:
-            path[here] = None
-            if parents[here] not in parents:  # null, or not in the data
-                break
-            here = parents[here]
+            path.add(here)
+            here = parents[here] if parents[here] in parents else here
         roots.update(dict.fromkeys(path, roots.get(here, here)))
     return roots
 
 
 def _parent_of(message: Mapping[str, Any]) -> Any:
-    """The id of the message before; None for the first one. CSV has no null but an empty text."""
+    """The id of the parent; None for the first message. In CSV an empty text stands for null."""
     parent = message.get("parent_id")
     return None if parent == "" else parent
 
@@ -71,70 +60,64 @@ def _parent_of(message: Mapping[str, Any]) -> Any:
 def tree_examples(row: Mapping[str, Any]) -> list[Example]:
     """Every turn of the prompter with the replies to it: the best one to learn, and all pairs of ranked ones.
 
-    Deleted messages and those that reviewers refused are left out with all below them. A turn that nobody
-    answered is a prompt. Raises BadRow: the messages are no tree of turns by turns.
+    Deleted messages and those that reviewers refused are left out with all below them. A turn without a
+    reply is a prompt. Raises BadRow: the messages are no tree of turns by turns.
     """
     replies = _replies_by_parent(row[TREE])
     examples: list[Example] = []
-    waiting = [(root, ()) for root in reversed(replies.get(None, []))]
+    waiting = [(root, ()) for root in reversed(replies[None])]
     while waiting:
-        turn, context = waiting.pop()
-        prompt = (*context, _message(turn, "prompter"))
-        answers = replies.get(turn["message_id"], [])
-        texts = [_message(answer, "assistant").content for answer in answers]
-        examples += _answered(prompt, texts, [answer.get("rank") for answer in answers])
-        for answer, text in zip(reversed(answers), reversed(texts), strict=True):
-            following = (*prompt, Turn("assistant", text))
-            waiting += [(below, following) for below in reversed(replies.get(answer["message_id"], []))]
+        message, context = waiting.pop()
+        prompt = (*context, _turn(message, "prompter"))
+        answers = [(answer, _turn(answer, "assistant")) for answer in replies[message["message_id"]]]
+        examples += _answered(prompt, answers)
+        for answer, reply in reversed(answers):
+            waiting += [(below, (*prompt, reply)) for below in reversed(replies[answer["message_id"]])]
     if not examples:
         raise EmptyRow("all messages of the tree were deleted or refused")
     return examples
 
 
-def _answered(prompt: tuple[Message, ...], texts: Sequence[str], ranks: Sequence[Any]) -> Iterator[Example]:
+def _answered(
+    prompt: tuple[Message, ...], answers: Sequence[tuple[Mapping[str, Any], Turn]]
+) -> list[Example]:
+    """Examples of a prompt and the messages that answer it, with their turns."""
     ranked = [
-        (text, -finite_number("rank", rank))
-        for text, rank in zip(texts, ranks, strict=True)
-        if rank not in (None, "")
+        (turn.content, -finite_number("rank", message["rank"]))
+        for message, turn in answers
+        if message.get("rank") not in (None, "")
     ]
-    if not texts:
-        yield Example(prompt=prompt, absence=EmptyRow("nobody answered the turn"))
-    elif len(ranked) > 1:
-        yield from rank_by_score(prompt, *zip(*ranked, strict=True), with_margin=False)
-    else:
-        for text in [text for text, _ in ranked] or texts:
-            yield Example(prompt=prompt, chosen=text, absence=EmptyRow("no two replies to it are ranked"))
+    if ranked:
+        return rank_by_score(prompt, *zip(*ranked, strict=True), with_margin=False)
+    if not answers:
+        return [Example(prompt, absence=EmptyRow("the turn has no reply"))]
+    absence = EmptyRow("the replies are not ranked")
+    return [Example(prompt, turn.content, absence=absence) for _, turn in answers]
 
 
 def _replies_by_parent(messages: Sequence[Mapping[str, Any]]) -> dict[Any, list[Mapping[str, Any]]]:
-    """Messages that were kept, by the id of their parent; None for the first one."""
-    names: set[Any] = set()
+    """Messages that were neither deleted nor refused, by the id of their parent; None for the first one."""
+    names = Counter(expect("message_id", m.get("message_id"), str | int, "text") for m in messages)
+    name, count = names.most_common(1)[0]
+    if count > 1:
+        raise BadRow(f"message {name!r} is there twice")
+    by_parent = defaultdict(list)
     for message in messages:
-        missing = [column for column in MESSAGE_COLUMNS if column not in message]
-        if missing:
-            raise BadRow(f"no column {', '.join(map(repr, missing))} in a message of the tree")
-        if not isinstance(message["message_id"], str | int):
-            raise BadRow(f"'message_id' is {kind_of(message['message_id'])}, not text")
-        if message["message_id"] in names:
-            raise BadRow(f"message {message['message_id']!r} stands there twice")
-        names.add(message["message_id"])
-    by_parent: dict[Any, list[Mapping[str, Any]]] = {}
-    for message in messages:
-        parent = _parent_of(message)
-        if parent is not None and (not isinstance(parent, str | int) or parent not in names):
+        parent = expect("parent_id", _parent_of(message), str | int | None, "text")
+        if parent is not None and parent not in names:
             raise BadRow(f"message {message['message_id']!r}: its parent {parent!r} is not in the data")
-        # Neither deleted nor refused. CSV has words for true and false.
+        # CSV has words for true and false.
         is_deleted, was_accepted = (str(message.get(name)).lower() for name in ("deleted", "review_result"))
         if is_deleted != "true" and was_accepted != "false":
-            by_parent.setdefault(parent, []).append(message)
+            by_parent[parent].append(message)
     if all(_parent_of(message) is not None for message in messages):
         raise BadRow(f"message {messages[0]['message_id']!r}: its parents lead to no first message")
     return by_parent
 
 
-def _message(message: Mapping[str, Any], role: str) -> Message:
-    """The turn of a message, whose role must be `role`: turns alternate in a tree."""
+def _turn(message: Mapping[str, Any], role: str) -> Turn:
+    """The turn of a message, whose role must be `role`: the two take turns."""
     name = message["message_id"]
-    if message["role"] != role:
-        raise BadRow(f"message {name!r} has role {message['role']!r}; prompter and assistant take turns")
-    return Turn(SPEAKERS[role], filled_text(f"text of message {name}", message["text"]))
+    if message.get("role") != role:
+        raise BadRow(f"message {name!r} has role {message.get('role')!r}; prompter and assistant take turns")
+    return Turn(SPEAKERS[role], filled(f"text of message {name}", message.get("text")))

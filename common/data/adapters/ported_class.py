@@ -4,7 +4,6 @@ Its file stays as it is: nothing of ours is imported there, and it need not deri
 """
 
 import contextlib
-import hashlib
 import inspect
 import io
 import os
@@ -16,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from common.data import hub_data
-from common.data.adapters.base import Adapter, digest_code
-from common.data.adapters.row_parts import messages_from_prompt
+from common.data.adapters.base import Adapter
+from common.data.adapters.row_parts import LEADING_CUE, messages_from_prompt
 from common.data.example import BadRow, EmptyRow, Example
 from common.data.raw_rows import RawRows
 from common.ranks.failures import kind_and_line
@@ -25,28 +24,26 @@ from common.ranks.failures import kind_and_line
 SEED = 1234  # the default of both programs; it must be the same in all steps, or their shares would overlap
 
 _OWN_NAME = re.compile(r"""\bdataset_name\s*=\s*["']([^"']+)["']""")
-_LEADING_CUE = re.compile(r"\A\s*Assistant:")
 
 
 class PortedClass(Adapter):
-    """Rows (dicts) by `get_train_data` and `get_eval_data`, their meaning by the five methods.
+    """Rows (dicts) by `get_train_data` and `get_eval_data`, their texts by the five methods.
 
-    `get_prompt` must be there. DeepSpeed-Chat trains on `get_prompt_and_chosen` and
-    `get_prompt_and_rejected`, so these come first: a reply is what they have behind the prompt. Where they
-    give nothing, `get_chosen` and `get_rejected` do. A method that gives None leaves the row out of the steps
-    that need it, as there; one that raises makes it a bad row there. What the methods print is dropped, for
-    they say the same of every row.
+    `get_prompt` is required. DeepSpeed-Chat trains on `get_prompt_and_chosen` and `get_prompt_and_rejected`,
+    so a reply is their text behind the prompt, else that of `get_chosen` and `get_rejected`.
+    A method that gives None leaves the row out of the steps that need it, as in DeepSpeed-Chat; one that
+    raises makes it a bad row of these steps. The output of print() is dropped: it is the same for every row.
     """
 
     def __init__(
         self, kind: type, source: str, dataset_name: str = "", given: Mapping[str, Any] | None = None
     ) -> None:
-        """`dataset_name` is what the constructor is given; empty: the name that the class has for itself.
+        """`dataset_name` is an argument of the constructor; empty: the name that the class gives itself.
 
         `given` are further arguments of its constructor; its seed is SEED, unless they have another.
         """
         super().__init__(source)
-        self._kind = kind
+        self.kind = kind
         self._given = {name: value for name, value in (given or {}).items() if name != "dataset_name"}
         self._name = str((given or {}).get("dataset_name") or dataset_name or _own_name(kind))
 
@@ -63,7 +60,7 @@ class PortedClass(Adapter):
             )
         if train is None or len(train) == 0:
             raise self._refusal(
-                f"{self._kind.__name__} has no rows: neither get_train_data nor raw_datasets['train'] gives "
+                f"{self.kind.__name__} has no rows: neither get_train_data nor raw_datasets['train'] gives "
                 f"any; add one, or name a file, folder or hub data set by --data_path {self.source}:NAME"
             )
         held_out = None
@@ -76,11 +73,6 @@ class PortedClass(Adapter):
             self.notes = (*self.notes, f"{note}; --eval_fraction is held out")
         has_own = held_out is not None and not note and len(held_out) > 0
         return train, RawRows(held_out, f"{self.source}/eval") if has_own else None
-
-    def code_digest(self) -> str:
-        """See Adapter; the user's file counts, and the name that it is given."""
-        parts = (super().code_digest(), digest_code(self._kind), self._name)
-        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
     def to_examples(self, row: dict[str, Any]) -> list[Example]:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -114,10 +106,10 @@ class PortedClass(Adapter):
             "chat_path": os.getcwd(),  # of its local/jsonfile: the folder that holds data/
         }
         try:
-            args, named = _arguments(self._kind, values, self._given)
-            return self._kind(*args, **named)
+            args, named = _arguments(self.kind, values, self._given)
+            return self.kind(*args, **named)
         except Exception as error:  # the network's, the disk's, or the class's own
-            call = f"{self._kind.__name__}({', '.join(f'{k}={v!r}' for k, v in values.items())})"
+            call = f"{self.kind.__name__}({', '.join(f'{k}={v!r}' for k, v in values.items())})"
             cure = "check the network and the class" if self._name else f"name its data: {self.source}:NAME"
             raise self._refusal(f"{call} raised {kind_and_line(error)}; {cure}") from error
 
@@ -125,11 +117,11 @@ class PortedClass(Adapter):
         return ValueError(f"--data_path {self.source}: {reason}")
 
     def _part(self, method: str) -> Any:
-        """What `method` gives; None where the class does not have it.
+        """The data of a method; None where the class does not have it.
 
         Raises ValueError: the method raised, or gave no sequence.
         """
-        if not hasattr(self._kind, method):
+        if not hasattr(self.kind, method):
             return None
         inner = self._inner
         try:
@@ -144,8 +136,8 @@ class PortedClass(Adapter):
         return data
 
     def _ask(self, method: str, row: dict[str, Any]) -> str | BadRow | None:
-        """The text that a method gives, or why there is none; None when the class does not have it."""
-        if not hasattr(self._kind, method):
+        """The text of a method, or the reason why there is none; None where the class does not have it."""
+        if not hasattr(self.kind, method):
             return None
         inner = self._inner
         try:
@@ -158,20 +150,17 @@ class PortedClass(Adapter):
 
 
 def _own_name(kind: type) -> str:
-    """The name that a class has for itself: an attribute, or `self.dataset_name = "..."` as it is made."""
-    name = getattr(kind, "dataset_name", None)
-    if isinstance(name, str):
-        return name
-    try:
-        found = _OWN_NAME.search(inspect.getsource(kind))
-    except (OSError, TypeError):
-        return ""
-    return found[1] if found else ""
+    """The name that a class gives itself by `dataset_name = "..."`, in its body or its constructor."""
+    text = ""
+    with contextlib.suppress(OSError, TypeError):  # it has no source
+        text = inspect.getsource(kind)
+    own = _OWN_NAME.search(text)
+    return own[1] if own else ""
 
 
 def _arguments(kind: type, values: dict[str, Any], given: dict[str, Any]) -> tuple[list, dict[str, Any]]:
-    """What a constructor is called with: by name where it uses DeepSpeed-Chat's, else the first four or all
-    five by their order, or nothing; always with what is `given` by name.
+    """Arguments of a constructor: by name where it has DeepSpeed-Chat's names, else the first four or all
+    five by their order, or none; always with those that are `given` by name.
 
     Raises TypeError: it needs something else.
     """
@@ -189,15 +178,15 @@ def _arguments(kind: type, values: dict[str, Any], given: dict[str, Any]) -> tup
 
 
 def _reply(prompt: str, whole: str | BadRow | None, reply: str | BadRow | None) -> str | BadRow | None:
-    """What stands behind the prompt in `whole`, else `reply`; else why there is none."""
+    """The text behind the prompt in `whole`, else `reply`; else the reason why there is none."""
     if isinstance(whole, str):
         head, text = prompt.strip(), whole.strip()
         if text.startswith(head):
             rest = text[len(head) :]
-            rest = rest if head.endswith("Assistant:") else _LEADING_CUE.sub("", rest)
+            rest = rest if head.endswith("Assistant:") else LEADING_CUE.sub("", rest)
             if rest.strip():
                 return rest
-            whole = EmptyRow("there is nothing behind the prompt")
+            whole = EmptyRow("there is no text behind the prompt")
         elif not isinstance(reply, str):
             return BadRow("the text does not begin with the prompt")
     return reply if isinstance(reply, str) or whole is None else whole

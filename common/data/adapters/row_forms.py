@@ -1,14 +1,13 @@
-"""The usual forms of a row, told apart by their columns; scored responses to one prompt become one row, and
-so do the messages of a tree: no part of a conversation is trained on while another is held out.
+"""The usual forms of a row, told apart by their columns; rows of scored responses to one prompt become one
+row, so that no prompt is trained on by one step and held out by another.
 
-A row is read by the names of the forms, whatever public data sets call its columns. Several ranked answers
-become pairs: each with every one below it (InstructGPT).
+Several ranked answers become pairs: each with every one below it (InstructGPT).
 """
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -20,19 +19,17 @@ from common.data.adapters.row_parts import (
     ANSWER_NAMES,
     SCORE_NAMES,
     TRUTHS,
+    check_end,
     expect,
-    filled_list,
-    filled_text,
+    filled,
     finite_number,
     messages_from_prompt,
     parse_functions,
-    parse_replies,
     parse_reply,
     parse_turns,
     quoted,
     rank_by_score,
     reply_of,
-    split_marked,
     split_transcripts,
     spoken,
     truth_of,
@@ -41,12 +38,8 @@ from common.data.adapters.row_parts import (
 from common.data.example import BadRow, EmptyRow, Example, Message
 from common.data.raw_rows import RawRows, canonical, group_rows, readable
 
-SCORED = "(scored responses)"  # the column of a row that answers of one prompt were put together in
-
 _SIDES = ("chosen", "rejected")
-# HelpSteer2 writes earlier turns into its prompt, each behind such a mark.
-_HELPSTEER_TURN = re.compile(r"<extra_id_1>(User|Assistant)\n")
-# What a label may be besides true and false.
+# The words of a label besides true and false.
 _GOOD = ("yes", "y", "good", "up", "upvote", "like", "thumbs_up", "positive", "desirable", "correct", "👍")
 _BAD = ("no", "n", "bad", "down", "downvote", "dislike", "thumbs_down", "negative", "undesirable")
 _LABELS = TRUTHS | dict.fromkeys(_GOOD, True) | dict.fromkeys((*_BAD, "incorrect", "-1", "👎"), False)
@@ -55,9 +48,8 @@ _LABELS = TRUTHS | dict.fromkeys(_GOOD, True) | dict.fromkeys((*_BAD, "incorrect
 
 
 def _pair(row: Row) -> list[Example]:
-    """`chosen` and `rejected` are replies to the prompt, or bring the turns before them along, as two lists
-    of messages or, without a prompt, two dialogues. Lists must hold the prompt, where there is one. A pair is
-    a tie where the scores that UltraFeedback's pairs bring along prefer neither answer.
+    """`chosen` and `rejected`: replies to the prompt, or two dialogues that end with them, as lists of turns
+    or, without a prompt, as texts. The turns before the replies must be the same, and hold the prompt.
     """
     answers = [row[name] for name in _SIDES]
     prompt = next((row.asked(name) for name in ("prompt", "messages") if name in row), ())
@@ -66,239 +58,197 @@ def _pair(row: Row) -> list[Example]:
         if turns != others:
             raise BadRow("chosen and rejected do not share the turns before their last one")
         asked = spoken(prompt)
-        whole = spoken(turns)
-        if turns and not any(whole[i : i + len(asked)] == asked for i in range(len(whole))):
-            raise BadRow("the turns before the reply in chosen do not hold 'prompt'")
-        prompt = turns or prompt
-        answers = [answer[-1:] for answer in answers]
-        if not prompt:
-            raise BadRow("there is no turn before the reply in chosen, and no 'prompt'")
-    elif not prompt:
-        if not all(isinstance(answer, str) and "Assistant:" in answer for answer in answers):
-            raise BadRow(f"the row has {listed(map(row.own, _SIDES))}, but no `prompt` that they answer")
-        texts = (filled_text(*side) for side in zip(_SIDES, answers, strict=True))
-        shared, *answers = split_transcripts(*texts)
+        if any(spoken(turns[i : i + len(asked)]) == asked for i in range(len(turns))):
+            prompt = turns
+            answers = [answer[-1:] for answer in answers]
+    elif not prompt and all(isinstance(answer, str) and "Assistant:" in answer for answer in answers):
+        shared, *answers = split_transcripts(*answers)
         prompt = messages_from_prompt(shared)
+    if not prompt:
+        raise BadRow(f"the row has {listed(map(row.own, _SIDES))}, but no `prompt` that they answer")
     prompt = row.with_context(prompt)
     chosen, rejected = (
         parse_reply(row.own(name), answer, prompt) for name, answer in zip(_SIDES, answers, strict=True)
     )
-    pair = Example(prompt, chosen, rejected, margin=_margin(row), is_tie=_is_tie(row))
-    return [pair]
+    margin, is_tie = _preference(row)
+    return [Example(prompt, chosen, rejected, margin=margin, is_tie=is_tie)]
 
 
-def _margin(row: Row) -> float:
-    margin = finite_number("margin", row["margin"]) if "margin" in row else 0.0
-    if margin < 0:
-        raise BadRow(f"'margin' is {margin:g}: the rejected answer would be the better one; exchange the two")
-    return margin
-
-
-def _is_tie(row: Row) -> bool:
-    names = ("score_chosen", "score_rejected")
-    scores = [finite_number(name, row[name]) for name in names if name in row]
-    if len(scores) == 2 and scores[0] < scores[1]:
-        raise BadRow(
-            f"'score_chosen' {scores[0]:g} is below 'score_rejected' {scores[1]:g}; exchange the two"
-        )
-    return len(scores) == 2 and scores[0] == scores[1]
+def _preference(row: Row) -> tuple[float, bool]:
+    """The margin of a pair, and whether its two scores are equal, as some are in UltraFeedback."""
+    names = ("margin", "score_chosen", "score_rejected")
+    margin, *scores = (finite_number(name, row[name]) if name in row else None for name in names)
+    difference = None if None in scores else scores[0] - scores[1]
+    for name, value in (("margin", margin), ("score_chosen - score_rejected", difference)):
+        if value is not None and value < 0:
+            raise BadRow(f"{name!r} is {value:g}, so the rejected answer is the better one; exchange the two")
+    return margin or 0.0, difference == 0
 
 
 def _answer_lists(row: Row) -> list[Example]:
+    """Pairs of each good answer with each bad one."""
     prompt = row.prompt()
-    chosen, rejected = (parse_replies(name, row[name], prompt) for name in ("pos_answers", "neg_answers"))
+    chosen, rejected = (_replies(row.items_of(name), prompt) for name in ("pos_answers", "neg_answers"))
     return [Example(prompt=prompt, chosen=a, rejected=b) for a, b in product(chosen, rejected)]
+
+
+def _replies(answers: Mapping[str, Any], prompt: Sequence[Message]) -> list[str | Message]:
+    """Replies by their places; a null is an empty one."""
+    return [parse_reply(place, "" if value is None else value, prompt) for place, value in answers.items()]
 
 
 # ---- ranked answers
 
 
-def _best_first(row: Row) -> list[Example]:
+def _rank(
+    row: Row, answers: Mapping[str, Any], numbers: Mapping[str, Any], *, are_ranks: bool
+) -> list[Example]:
+    """Pairs of the answers to a row's prompt, by scores (the highest is best) or ranks (the lowest is best).
+
+    Answers and numbers are given by their places in the row.
+    """
     prompt = row.prompt()
-    answers = parse_replies("ranked_answers", row["ranked_answers"], prompt)
-    return rank_by_score(prompt, answers, [-float(i) for i in range(len(answers))], with_margin=False)
+    sign = -1 if are_ranks else 1
+    scores = [sign * finite_number(place, value) for place, value in numbers.items()]
+    return rank_by_score(prompt, _replies(answers, prompt), scores, with_margin=not are_ranks)
+
+
+def _best_first(row: Row) -> list[Example]:
+    answers = row.items_of("ranked_answers")
+    return _rank(row, answers, {place: i for i, place in enumerate(answers)}, are_ranks=True)
 
 
 def _numbered_responses(column: str, row: Row) -> list[Example]:
-    """prompt, responses, and `scores` (the higher the better) or `ranks` (the lower the better)."""
-    prompt = row.prompt()
-    answers = parse_replies("responses", row["responses"], prompt)
-    values = filled_list(column, row[column])
-    if len(values) != len(answers):
-        raise BadRow(f"{column!r} has {len(values)} numbers for {len(answers)} responses")
-    sign = -1 if column == "ranks" else 1
-    numbers = [sign * finite_number(f"{column}[{i}]", value) for i, value in enumerate(values)]
-    return rank_by_score(prompt, answers, numbers, with_margin=column == "scores")
+    """`responses` with `scores`, of which the highest is best, or `ranks`, of which the lowest is."""
+    answers, numbers = row.items_of("responses"), row.items_of(column)
+    if len(numbers) != len(answers):
+        raise BadRow(f"{column!r} has {len(numbers)} numbers for {len(answers)} responses")
+    return _rank(row, answers, numbers, are_ranks=column == "ranks")
 
 
 def _has_ranked_objects(row: Row) -> bool:
-    """Whether `answers` holds objects with a rank or a score; else it is what a reward compares with."""
-    if row.own("answers") == "completions":
-        return True
+    """Whether `answers` holds objects with a rank or a score; else a reward compares with them."""
     answers = without_nulls(row["answers"])
     is_list = isinstance(answers, list) and answers
-    return bool(is_list) and all(isinstance(i, Mapping) and ("rank" in i or "score" in i) for i in answers)
+    is_ranking = is_list and all(isinstance(i, Mapping) and ("rank" in i or "score" in i) for i in answers)
+    return row.own("answers") == "completions" or bool(is_ranking)
 
 
 def _ranked_objects(row: Row) -> list[Example]:
-    """Objects of a text and a rank (lower is better) or a score, as Nectar's and UltraFeedback's."""
-    prompt = row.prompt()
-    column = row.own("answers")
-    answers, scores = [], []
-    kinds = set()
-    for i, item in enumerate(filled_list(column, row["answers"])):
-        name = _first_of(f"{column}[{i}]", item, ANSWER_NAMES)
-        kind = _first_of(f"{column}[{i}]", item, SCORE_NAMES)
-        answers.append(parse_reply(f"{column}[{i}].{name}", item[name], prompt))
-        sign = -1 if kind == "rank" else 1
-        scores.append(sign * finite_number(f"{column}[{i}].{kind}", item[kind]))
-        kinds.add(sign)
+    """Objects of a text and a rank or a score, as Nectar's and UltraFeedback's."""
+    answers, numbers = {}, {}
+    for place, item in row.items_of("answers").items():
+        item = without_nulls(expect(place, item, Mapping, "an answer with its rank or score"))
+        for names, by_place in ((ANSWER_NAMES, answers), (SCORE_NAMES, numbers)):
+            name = next((name for name in names if name in item), None)
+            if name is None:
+                raise BadRow(f"{place} has none of {', '.join(names)}")
+            by_place[f"{place}.{name}"] = item[name]
+    kinds = {place.endswith(".rank") for place in numbers}
     if len(kinds) > 1:
-        raise BadRow(f"{column!r} has objects with a rank and others with a score; give all of them one kind")
-    return rank_by_score(prompt, answers, scores, with_margin=kinds == {1})
-
-
-def _first_of(where: str, item: Any, names: Sequence[str]) -> str:
-    """The first of `names` under which an object has something."""
-    for name in names:
-        if expect(where, item, Mapping, "an object").get(name) is not None:
-            return name
-    raise BadRow(f"{where} has none of {', '.join(names)}")
+        raise BadRow(
+            f"{row.own('answers')!r} has objects with a rank and others with a score; give all the same kind"
+        )
+    return _rank(row, answers, numbers, are_ranks=True in kinds)
 
 
 def _two_responses(row: Row) -> list[Example]:
     """HelpSteer's preferences: below 0 the first response is better, 0 is a tie."""
-    prompt = _helpsteer_prompt(row)
-    number = finite_number(row.own("preference_strength"), row["preference_strength"])
-    answers = [row.reply(name, prompt) for name in ("response_1", "response_2")]
-    return rank_by_score(prompt, answers, [0.0, number])
+    answers = {row.own(name): row[name] for name in ("response_1", "response_2")}
+    numbers = {"": 0, row.own("preference_strength"): row["preference_strength"]}
+    return _rank(row, answers, numbers, are_ranks=False)
 
 
 def group_scored(
     rows: RawRows, score_column: str, own_names: Mapping[str, str], unread: Counter[str]
 ) -> RawRows:
-    """One row for each prompt of prompt/response rows, with all its responses and their `score_column`.
+    """One row of `responses` and `scores` for each prompt of rows of one response and its `score_column`.
 
-    Columns that are left behind are counted in `unread`.
+    Columns that are left out are counted in `unread`.
     """
+
+    def kept(row: Row) -> set[str]:
+        return {*map(row.own, BEFORE_THE_REPLY), *NEVER_LEFT_OUT}
+
     keys = {}
-    kept = {"id", score_column}
     for index, raw in readable(rows):
-        if not raw.keys() >= {*own_names.values()}:  # it is bad, and named when it is read
-            continue
-        row = Row(raw, own_names)
-        names = {row.own(name) for name in (*BEFORE_THE_REPLY, "response")} | kept
-        unread.update(
-            f"joined column {quoted(name)}" for name in row if name not in names | {*NEVER_LEFT_OUT}
-        )
-        if "prompt" in row:
-            before = [row[name] for name in BEFORE_THE_REPLY if name in row]
-            keys[index] = canonical(before)
+        with suppress(BadRow):  # the row has not all columns; `build` names them
+            row = Row(raw, own_names)
+            others = row.keys() - kept(row) - {row.own("response"), score_column, "id"}
+            unread.update(f"joined column {quoted(name)}" for name in others)
+            if "prompt" in row:
+                keys[index] = canonical([row[name] for name in BEFORE_THE_REPLY if name in row])
 
     def build(group: list[dict[str, Any]]) -> dict[str, Any]:
-        return {SCORED: [_kept_of(row, own_names, score_column) for row in group]}
-
-    return group_rows(rows, keys, build)
-
-
-def _kept_of(raw: Mapping[str, Any], own_names: Mapping[str, str], score_column: str) -> dict[str, Any]:
-    row = Row(raw, own_names)
-    names = {row.own(name) for name in (*BEFORE_THE_REPLY, "response")}
-    return {name: row[name] for name in row if name in {*names, *NEVER_LEFT_OUT, score_column}}
-
-
-def scored_responses(
-    scored: Mapping[str, Any], score_column: str, own_names: Mapping[str, str]
-) -> list[Example]:
-    """A row that `group_scored` made; HelpSteer2's are of this kind."""
-    rows = [Row(row, own_names) for row in scored[SCORED]]
-    for row in rows:
-        missing = [name for name in ("prompt", "response", score_column) if name not in row]
+        joined = [Row(raw, own_names) for raw in group]
+        missing = {name for row in joined for name in ("prompt", "response", score_column) if name not in row}
         if missing:
             cure = "; --score_column names another" if score_column in missing else ""
-            raise BadRow(f"no column {', '.join(map(repr, missing))}{cure}")
-    prompt = _helpsteer_prompt(rows[0])
-    answers = [row.reply("response", prompt) for row in rows]
-    scores = [finite_number(score_column, row[score_column]) for row in rows]
-    return _finish(rows[0], rank_by_score(prompt, answers, scores))
+            raise BadRow(f"no column {', '.join(map(repr, sorted(missing)))}{cure}")
+        scores = [finite_number(score_column, row[score_column]) for row in joined]
+        first = {name: value for name, value in joined[0].items() if name in kept(joined[0])}
+        return first | {"responses": [row["response"] for row in joined], "scores": scores}
 
-
-def _helpsteer_prompt(row: Row) -> tuple[Message, ...]:
-    prompt = row["prompt"]
-    if isinstance(prompt, str) and _HELPSTEER_TURN.search(prompt):
-        return row.with_context(split_marked(prompt, _HELPSTEER_TURN, opening_role="user"))
-    return row.prompt()
+    return group_rows(rows, keys, build)
 
 
 # ---- one answer, or none
 
 
 def _reply_to(column: str, row: Row) -> list[Example]:
-    """A prompt and its answer: text, or the turns that follow, all of which are learnt then."""
+    """A prompt and its answer: text, or the turns that follow, all of which are learnt."""
     prompt = row.prompt()
     value = row[column]
-    absence = None
-    if column == "chosen":
-        absence = BadRow(f"the row has {listed(row)}, but no `rejected`")
+    absence = row.lacks(f"the row has {listed(row)}, but no `rejected`") if column == "chosen" else None
     if not isinstance(value, list | tuple):
-        reply = row.reply(column, prompt)
-        has_history = row.is_filled("history")
-        return [Example(prompt, reply, learn_all_turns=has_history, absence=absence)]
+        reply = parse_reply(row.own(column), value, prompt)
+        return [Example(prompt, reply, learn_all_turns=row.is_filled("history"), absence=absence)]
     turns = parse_turns(row.own(column), value)
-    if turns[-1].role != "assistant":
-        raise BadRow(f"{row.own(column)!r} ends with a turn of the {turns[-1].role}, not of the assistant")
+    check_end(row.own(column), turns[-1])
     if spoken(turns[: len(prompt)]) == spoken(prompt):  # the whole conversation
         turns = turns[len(prompt) :]
     elif turns[0].role in ("system", "user"):
         raise BadRow(f"{row.own(column)!r} has turns before the reply that are not the prompt's")
     prompt = tuple(turn._replace(is_learned=turn.role != "assistant") for turn in prompt)
-    examples = _learn((*prompt, *turns))
-    return [replace(example, absence=example.absence or absence) for example in examples]
+    return _learn((*prompt, *turns), absence)
 
 
-def _learn(messages: tuple[Message, ...]) -> list[Example]:
+def _learn(messages: tuple[Message, ...], absence: BadRow | None = None) -> list[Example]:
     """A dialogue up to the last reply that is learnt, with the earlier ones that are."""
     replies = [i for i, message in enumerate(messages) if message.role == "assistant"]
     learned = [i for i in replies if messages[i].is_learned]
     last = (learned or replies)[-1]
     prompt = messages[:last]
     if not prompt:
-        raise BadRow("the dialogue begins with its only turn of the assistant")
+        raise BadRow("the dialogue has no turn before its only turn of the assistant")
     if not learned:
         return [Example(prompt, absence=EmptyRow("all turns of the assistant are marked as context"))]
-    return [Example(prompt, reply_of(messages[last]), learn_all_turns=True)]
+    return [Example(prompt, reply_of(messages[last]), learn_all_turns=True, absence=absence)]
 
 
 def _dialogue(row: Row) -> list[Example]:
-    """All that the assistant says is learnt; what the user says after its last turn is left out, of
-    `messages` the whole row serves as a prompt then.
+    """All turns of the assistant are learnt. A last turn of the user is left out, but in `messages` it makes
+    the whole row a prompt.
     """
     messages = row.prompt("messages")
     name = row.own("messages")
-    if all(message.role != "assistant" for message in messages):
-        return [Example(messages, absence=BadRow(f"`{name}` has no turn of the assistant"))]
-    if name == "messages" and messages[-1].role != "assistant":
+    is_prompt = messages[-1].role != "assistant" and name == "messages"
+    if is_prompt or all(message.role != "assistant" for message in messages):
         return [Example(messages, absence=BadRow(f"`{name}` ends with a turn of the {messages[-1].role}"))]
     return _learn(messages)
 
 
-def _rated(row: Row) -> list[Example]:
-    return _by_label(row, row.prompt(), row["response"])
-
-
-def _rated_dialogue(row: Row) -> list[Example]:
-    prompt = row.prompt("messages")[:-1]
+def _rated(column: str, row: Row) -> list[Example]:
+    """One answer with a label; where the label is neither good nor bad, a prompt for a reward."""
+    is_dialogue = column == "messages"
+    prompt = row.prompt(column)[: -1 if is_dialogue else None]
+    answer = row["messages"][-1:] if is_dialogue else row["response"]
     if not prompt:
         raise BadRow("`messages` has no turn before the answer that has a label")
-    return _by_label(row, prompt, row["messages"][-1:])
-
-
-def _by_label(row: Row, prompt: tuple[Message, ...], answer: Any) -> list[Example]:
-    """One answer with a label; with one that says neither good nor bad it is but a prompt, for a reward."""
     reply = parse_reply("the answer that has a label", answer, prompt)
     is_good = truth_of(row["label"], _LABELS)
     if is_good is None:
-        reason = f"its {row.own('label')} {row['label']!r} says neither good nor bad"
+        reason = f"its {row.own('label')} {row['label']!r} is neither good nor bad"
         return [Example(prompt, absence=BadRow(reason))]
     if is_good:
         return [Example(prompt, reply, is_rated=True)]
@@ -307,11 +257,11 @@ def _by_label(row: Row, prompt: tuple[Message, ...], answer: Any) -> list[Exampl
 
 def _prompt_alone(row: Row) -> list[Example]:
     prompt = row.prompt()
-    return [Example(prompt, absence=BadRow(f"the row has {listed(row)}, but no `response`"))]
+    return [Example(prompt, absence=row.lacks(f"the row has {listed(row)}, but no `response`"))]
 
 
 class RowForm(NamedTuple):
-    """Columns, how such a row is read, the steps it can serve, and what else tells the form."""
+    """The columns of a form, its reader, the steps that it serves, and a further condition."""
 
     columns: tuple[str, ...]
     to_examples: Callable[[Row], list[Example]]
@@ -335,19 +285,22 @@ ROW_FORMS = (
         lambda row: tree_examples({TREE: [dict(row)]}),
         fits=lambda row: "parent_id" in row,
     ),
-    RowForm(("prompt", "response", "label"), _rated),
-    RowForm(("messages", "label"), _rated_dialogue),
+    RowForm(("prompt", "response", "label"), partial(_rated, "prompt")),
+    RowForm(("messages", "label"), partial(_rated, "messages")),
     RowForm(("prompt", "response"), partial(_reply_to, "response"), (1, 3)),
     RowForm(("prompt", "chosen"), partial(_reply_to, "chosen"), (1, 3)),
     RowForm(("messages",), _dialogue, (1, 3)),
     RowForm(("prompt",), _prompt_alone, (3,)),
-    RowForm(("text",), lambda row: [Example(text=filled_text(row.own("text"), row["text"]))], (1,)),
+    RowForm(("text",), lambda row: [Example(text=filled(row.own("text"), row["text"]))], (1,)),
 )
 
 
-# What --columns may name.
-FORM_COLUMNS = {name for form in ROW_FORMS for name in form.columns} | COLUMN_NAMES.keys()
-FORM_COLUMNS |= {"history", "margin", "score_chosen", "score_rejected", "weight"}
+# The names that --columns takes.
+FORM_COLUMNS = {
+    *(name for form in ROW_FORMS for name in form.columns),
+    *COLUMN_NAMES,
+    *("history", "margin", "score_chosen", "score_rejected", "weight"),
+}
 
 
 def accepted_forms(stage: int, *, is_unpaired: bool = False) -> str:
@@ -361,39 +314,34 @@ def read_row(
     own_names: Mapping[str, str] | None = None,
     unread: Counter[str] | None = None,
 ) -> list[Example]:
-    """Examples of a row of any form; `own_names` are those of --columns; `unread` counts what is left out.
+    """Examples of a row of any form; `own_names` are those of --columns; `unread` counts what is not read.
 
     Raises BadRow: no form fits, or a column holds the wrong thing.
     """
     row = Row(raw, own_names)
-    parts = row.get("completions")
-    if "labels" in row and isinstance(parts, list | tuple) and not any(isinstance(p, Mapping) for p in parts):
-        raise BadRow("`completions` and `labels` rate the parts of one answer, and no step learns from these")
     for form in ROW_FORMS:
         if all(name in row for name in form.columns) and (form.fits is None or form.fits(row)):
-            return _finish(row, form.to_examples(row), unread)
-    raise BadRow(_what_is_missing(row))
+            examples = _with_tools_and_weight(row, form.to_examples(row))
+            (Counter() if unread is None else unread).update(row.unread())
+            return examples
+    raise row.lacks(_what_is_missing(row))
 
 
-def _finish(row: Row, examples: list[Example], unread: Counter[str] | None = None) -> list[Example]:
-    """Examples with the row's tools, and without replies where its `weight` says so."""
+def _with_tools_and_weight(row: Row, examples: list[Example]) -> list[Example]:
+    """Examples with the row's tools, and without replies where its `weight` is 0."""
     if examples[0].prompt and row.is_filled("tools"):
         tools = json.dumps(parse_functions(row.own("tools"), row["tools"]))
         examples = [replace(example, tools=tools) for example in examples]
     weight = truth_of(row["weight"], TRUTHS) if "weight" in row else True
-    if not weight:
-        absence = EmptyRow("its weight is 0")
-        if weight is None:
-            absence = BadRow(f"its weight is {row['weight']!r}: a row is learnt (1) or not (0)")
-        examples = [Example(examples[0].prompt, tools=examples[0].tools, absence=absence)]
-    left_out = row.unread()
-    if unread is not None:
-        unread.update(left_out)
-    return examples
+    if weight:
+        return examples
+    reason = f"its weight is {row['weight']!r}: a row is learnt (1) or not (0)"
+    absence = BadRow(reason) if weight is None else EmptyRow("its weight is 0")
+    return [Example(examples[0].prompt, tools=examples[0].tools, absence=absence)]
 
 
 def _what_is_missing(row: Row) -> str:
-    """What the nearest form has besides the row's columns."""
+    """The columns that the row lacks of the nearest form, in words."""
     nearest = max(ROW_FORMS, key=lambda form: (sum(n in row for n in form.columns), -len(form.columns)))
     there = [row.own(name) for name in nearest.columns if name in row]
     if not there:

@@ -1,12 +1,12 @@
-"""What columns hold: texts, dialogues written in one text, lists of turns, tools, numbers, ranked answers.
+"""Values of columns: texts, dialogues in one text, lists of turns, tools, numbers, ranked answers.
 
 A null is an absent key, at any depth.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from itertools import combinations
 from os.path import commonprefix
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 
 from common.data.example import BadRow, EmptyRow, Example, Message, Turn
 
-# Who speaks, by the names that public data sets use.
+# The role of a turn, by the names that public data sets have for it.
 SPEAKERS = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human", "prompter"), "user"),
@@ -31,12 +31,12 @@ _TURN_NAMES = {
     "name": ("name",),
     "tool_call_id": ("tool_call_id",),
 }
-# Whether step 1 learns a turn of the assistant: OpenAI, Mistral and LLaMA-Factory; Axolotl; ms-swift; others.
-# Torchtune's `masked` says the reverse.
+# Keys that say whether step 1 learns a turn of the assistant: OpenAI, Mistral and LLaMA-Factory; Axolotl;
+# ms-swift; others. Torchtune's `masked` means the reverse.
 _MARKS = ("weight", "loss_weight", "train", "training", "loss", "trainable", "learn", "loss_mask", "masked")
 _TURN_KEYS = {name for names in _TURN_NAMES.values() for name in names}
 MEDIA = ("images", "image", "audio", "audios", "video", "videos")
-# Keys of a turn that would change what is learnt, and what to do, for nothing here can use them.
+# Keys of a turn that would change what is learnt and that no step can use, with the cure.
 _REFUSED_KEYS = {
     **dict.fromkeys(MEDIA, "only text is learnt"),
     **dict.fromkeys(("mask", "train_detail", "training_detail"), "`weight` 0 makes a whole turn context"),
@@ -46,37 +46,42 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 ANSWER_NAMES = ("answer", "response", "text", "content")
 SCORE_NAMES = ("rank", "score", "overall_score")
-ANSWER_KEYS = (*ANSWER_NAMES, *SCORE_NAMES)
 LONGEST_NAME = 64  # characters of a column's name that are shown
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", re.ASCII | re.IGNORECASE)
+_COLUMN_KINDS = {str: (str, "text"), list: (list | tuple, "a list")}
 _GREATEST = float(np.finfo(np.float32).max)
 _TURN = re.compile(r"(?:\A\s*|\n\s*)(Human|Assistant):")
+_HELPSTEER_TURN = re.compile(r"<extra_id_1>(User|Assistant)\n")
 _CUE = re.compile(r"(?:\A|\s)Assistant:\s*\Z")
+LEADING_CUE = re.compile(r"\A\s*Assistant:")
 _REPLY_MARK = re.compile(r"(?:\A|\n\s*)Assistant:")
 
 
 def parse_dialogue(text: str) -> tuple[Message, ...] | None:
-    """Messages of a Human:/Assistant: text, less a closing `Assistant:` cue; None when it is no such text."""
+    """Messages of a Human:/Assistant: text without its last `Assistant:`; None when it is no such text.
+
+    In HelpSteer2's texts a turn begins with <extra_id_1>, except for the first one, which is the user's.
+    """
+    if _HELPSTEER_TURN.search(text):
+        return split_marked(text, _HELPSTEER_TURN, opening_role="user")
     speakers = _TURN.findall(text)
     if "Human" not in speakers:
         return None
-    messages = split_marked(text, _TURN, opening_role="system")
     if speakers[-1] == "Human":  # " Human: q Assistant:" on one line
-        question = _CUE.sub("", messages[-1].content).strip()
-        messages = (*messages[:-1], Turn("user", question))
-    return messages
+        text = _CUE.sub("", text)
+    return split_marked(text, _TURN, opening_role="system")
 
 
 def split_marked(text: str, mark: re.Pattern[str], *, opening_role: str) -> tuple[Message, ...]:
     """Messages of a text with `mark` before each turn, its group 1 naming the speaker.
 
-    What stands before the first mark is of `opening_role`; an empty last turn of the assistant is but a cue.
+    The text before the first mark has `opening_role`; an empty last turn of the assistant is left out.
     """
     marks = list(mark.finditer(text))
     opening = (text[: marks[0].start()] if marks else text).strip()
     messages = [Turn(opening_role, opening)] if opening else []
-    for i, here in enumerate(marks):
-        end = marks[i + 1].start() if i + 1 < len(marks) else len(text)
+    ends = [here.start() for here in marks[1:]] + [len(text)]
+    for here, end in zip(marks, ends, strict=False):
         messages.append(Turn(SPEAKERS[here[1].lower()], text[here.end() : end].strip()))
     if messages and messages[-1] == Message("assistant", ""):
         messages.pop()
@@ -97,13 +102,10 @@ def split_transcripts(chosen: str, rejected: str) -> tuple[str, str, str]:
 
 
 def messages_from_prompt(prompt: Any, column: str = "prompt") -> tuple[Message, ...]:
-    """Messages of a prompt: a dialogue, a bare question, or a list of turns.
-
-    Raises BadRow: neither of them, or empty.
-    """
+    """Messages of a prompt: a dialogue, a bare question, or a list of turns. Raises BadRow: it is none."""
     if isinstance(prompt, list | tuple):
         return parse_turns(column, prompt)
-    text = filled_text(column, prompt)
+    text = filled(column, prompt)
     messages = parse_dialogue(text) or (Message("user", text),)
     for message in messages:
         check_filled(f"a turn of {column!r}", message)
@@ -111,32 +113,32 @@ def messages_from_prompt(prompt: Any, column: str = "prompt") -> tuple[Message, 
 
 
 def check_filled(where: str, message: Message) -> None:
-    """Raise EmptyRow where a turn of the user or the assistant says nothing and calls nothing."""
-    speaks = bool(message.content.strip()) or '"tool_calls"' in message.extras
-    if message.role in ("user", "assistant") and not speaks:
-        raise EmptyRow(f"{where} is empty: the {message.role} says nothing")
+    """Raise EmptyRow where a turn of the user or the assistant has no text and no tool call."""
+    is_empty = is_blank(message.content) and '"tool_calls"' not in message.extras
+    if message.role in ("user", "assistant") and is_empty:
+        raise EmptyRow(
+            f"{where} is empty: the turn of the {message.role} has no text in 'content' or 'value'"
+        )
 
 
 def parse_turns(column: str, value: Any) -> tuple[Message, ...]:
     """Messages of a list of {"role", "content"}, or of {"from", "value"} as ShareGPT's.
 
-    Raises BadRow: not such a list, or somebody unknown speaks; EmptyRow: somebody says nothing.
+    Raises BadRow: it is no such list, or a role is unknown; EmptyRow: a turn has no text.
     """
-    return tuple(_parse_turn(f"{column}[{i}]", turn) for i, turn in enumerate(filled_list(column, value)))
+    return tuple(_parse_turn(f"{column}[{i}]", turn) for i, turn in enumerate(filled(column, value, list)))
 
 
 def _parse_turn(where: str, turn: Any) -> Turn:
     expect(where, turn, Mapping, "an object with 'role' and 'content'")
     parts = {key: _only_value(where, turn, names) for key, names in _TURN_NAMES.items()}
     speaker, content, calls = (parts.pop(key) for key in ("role", "content", "tool_calls"))
-    if speaker is None or not (calls or any(name in turn for name in _TURN_NAMES["content"])):
-        raise BadRow(f"{where} has no 'role' and 'content', nor 'from' and 'value'")
     role = SPEAKERS.get(str(speaker).lower())
     if role is None:
-        raise BadRow(f"{where} has role {speaker!r}; roles are {', '.join(SPEAKERS)}")
+        raise BadRow(f"{where} has {speaker!r} in 'role' or 'from'; roles are {', '.join(SPEAKERS)}")
     for name, cure in _REFUSED_KEYS.items():
         if not is_blank(turn.get(name)):
-            raise BadRow(f"{where} has {name!r}, which cannot be used there; {cure}")
+            raise BadRow(f"{where} has {name!r}, which cannot be used in a turn; {cure}")
     for name, text in parts.items():
         expect(f"{where}: {name}", text or "", str, "text")
     if speaker == "function_call":  # ShareGPT's
@@ -156,7 +158,7 @@ def _parse_turn(where: str, turn: Any) -> Turn:
 
 
 def _only_value(where: str, turn: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """What stands under one of several names; None where nothing does. Raises BadRow: two differ."""
+    """The value under any of several names; None: there is none. Raises BadRow: two values differ."""
     values = {name: turn[name] for name in names if turn.get(name) is not None}
     first = next(iter(values.values()), None)
     if any(value != first for value in values.values()):
@@ -170,32 +172,29 @@ def _content_text(where: str, content: Any) -> str:
         return content or ""
     texts = []
     for part in expect(f"{where}['content']", content, list | tuple, "text"):
-        part = {"text": part} if isinstance(part, str) else part
-        kind = part.get("type") if isinstance(part, Mapping) else kind_of(part)
-        text = part.get("text") if kind in (None, *_TEXT_PARTS) else None
+        part = {"text": part} if isinstance(part, str) else expect(f"{where}: a part", part, Mapping, "text")
+        kind = part.get("type", "text")
+        text = part.get("text") if kind in _TEXT_PARTS else None
         if not isinstance(text, str) or not _is_learned(where, part):
-            raise BadRow(f"{where}['content'] has a part {kind!r} that is no text to learn; turns are texts")
+            raise BadRow(f"{where}['content'] has a part {kind!r} that is no text to learn; give texts alone")
         texts.append(text)
     return "".join(texts)
 
 
 def _is_learned(where: str, turn: Mapping[str, Any]) -> bool:
-    """What the marks of a turn say; yes without any. Raises BadRow: a mark says neither yes nor no."""
-    answers = {name: truth_of(turn[name], TRUTHS) for name in _MARKS if turn.get(name) is not None}
-    unclear = [f"[{name!r}] is {turn[name]!r}" for name, answer in answers.items() if answer is None]
-    if unclear:
-        raise BadRow(f"{where}{unclear[0]}; a turn is learnt, 1 or true, or context, 0 or false")
-    return all(answer != (name == "masked") for name, answer in answers.items())
+    """Whether the marks of a turn let step 1 learn it. Raises BadRow: a mark is neither true nor false."""
+    marks = {name: is_true(f"{where}[{name!r}]", turn[name]) for name in _MARKS if turn.get(name) is not None}
+    return all(is_marked != (name == "masked") for name, is_marked in marks.items())
 
 
 def parse_functions(where: str, value: Any) -> list[dict[str, Any]]:
-    """Tools, or calls of them, in OpenAI's form: each {"type": "function", "function": {"name", ...}}.
+    """Tools, or calls of tools, in OpenAI's form: each {"type": "function", "function": {"name", ...}}.
 
-    They are a list, one of them, or the JSON text of these. Raises BadRow: none of them.
+    `value` is a list, one item, or the JSON text of either. Raises BadRow: it is none of them.
     """
     value = without_nulls(from_json(where, value))
     result = []
-    for item in [value] if isinstance(value, Mapping) else filled_list(where, value):
+    for item in [value] if isinstance(value, Mapping) else filled(where, value, list):
         item = item if isinstance(item, Mapping) and "function" in item else {"function": item}
         if not isinstance(item["function"], Mapping) or not isinstance(item["function"].get("name"), str):
             raise BadRow(f"{where!r} has an item without the name of a function")
@@ -211,7 +210,7 @@ def _parse_call(where: str, call: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_json(where: str, value: Any) -> Any:
-    """What a JSON text holds; anything else as it is. Raises BadRow: the text is no JSON."""
+    """The value of a JSON text; any other value as it is. Raises BadRow: the text is not JSON."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
@@ -219,27 +218,30 @@ def from_json(where: str, value: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """A value less all keys of objects that hold null: a table writes them for keys of other rows."""
+    """A value without the keys of objects that hold null: a table writes them for keys of other rows."""
     if isinstance(value, Mapping):
         return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def unread_keys(value: Any) -> set[str]:
-    """Keys of a list of turns, or of answers, that nothing reads, in words for the report."""
+    """Keys of turns or of answers that are not read, in words for the report."""
     unread: set[str] = set()
     for item in value if isinstance(value, list | tuple) else [value]:
-        keys = [key for key, inner in item.items() if inner is not None] if isinstance(item, Mapping) else []
-        role = SPEAKERS.get(str(item.get("role") or item.get("from")).lower()) if keys else None
-        known = {*_TURN_KEYS, *(_MARKS if role == "assistant" else ())} if role else {*ANSWER_KEYS}
-        unread |= {
-            f"key {quoted(key)} of {'turns' if role else 'answers'}" for key in keys if key not in known
-        }
+        item = item if isinstance(item, Mapping) else {}
+        keys = {key for key, inner in item.items() if inner is not None}
+        role = SPEAKERS.get(str(item.get("role") or item.get("from")).lower())
+        known = (
+            {*_TURN_KEYS, *(_MARKS if role == "assistant" else ())} if role else {*ANSWER_NAMES, *SCORE_NAMES}
+        )
+        if keys & known:
+            owner = "turns" if role else "answers"
+            unread |= {f"key {quoted(key)} of {owner}" for key in keys - known}
     return unread
 
 
 def quoted(name: Any) -> str:
-    """The name of a column or key as a message shows it."""
+    """The name of a column or a key, for a message."""
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(name)[:LONGEST_NAME])
     return f"`{shown}`"
 
@@ -247,97 +249,92 @@ def quoted(name: Any) -> str:
 def parse_reply(column: str, value: Any, prompt: Sequence[Message] = ()) -> str | Message:
     """A reply, given as text, as a turn of the assistant, or as turns that end with it after `prompt`.
 
-    It is a text where it has nothing else. Raises BadRow: none of them, empty, masked, or other turns before.
+    Raises BadRow: it is none of them, is context, or has turns before it that are not the prompt's.
     """
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list | tuple):
-        return filled_text(column, value)
+        return filled(column, value)
     *before, last = parse_turns(column, value)
-    if last.role != "assistant":
-        raise BadRow(f"{column} ends with a turn of the {last.role}, not of the assistant")
+    check_end(column, last)
     if not last.is_learned:
-        raise BadRow(f"{column}: the reply is marked as context, but it is what is learnt; leave the row out")
+        raise BadRow(
+            f"{column}: the reply is marked as context, so there is nothing to learn; leave the row out"
+        )
     if before and spoken(before) != spoken(prompt):
         raise BadRow(f"{column} has turns before the reply that are not the prompt's")
     return reply_of(last)
 
 
+def check_end(column: str, last: Message) -> None:
+    """Raise BadRow where the last turn is not the assistant's."""
+    if last.role != "assistant":
+        raise BadRow(f"{column} ends with a turn of the {last.role}, not of the assistant")
+
+
 def reply_of(message: Message) -> str | Message:
-    """A reply as an Example has it: its text, or the message where it has more."""
+    """A reply as an Example holds it: its text, or the message where it has more than text."""
     return message if message.extras else message.content
 
 
 def spoken(messages: Sequence[Message]) -> list[tuple[str, str]]:
-    """Who says what, to compare dialogues by."""
+    """Roles and texts of turns, to compare dialogues by."""
     return [(message.role, message.content.strip()) for message in messages]
 
 
-def parse_replies(column: str, value: Any, prompt: Sequence[Message] = ()) -> list[str | Message]:
-    """The replies of a list column. Raises BadRow where one is no reply, EmptyRow where there is none."""
-    replies = ("" if reply is None else reply for reply in filled_list(column, value))  # absent: empty
-    return [parse_reply(f"{column}[{i}]", reply, prompt) for i, reply in enumerate(replies)]
-
-
 def is_blank(value: Any) -> bool:
-    """Whether nothing stands there: null, blank text, an empty list or object."""
+    """Whether a value is null, blank text, an empty list or an empty object."""
     if isinstance(value, str):
         return not value.strip()
     return value is None or (isinstance(value, list | tuple | Mapping) and not value)
 
 
-def filled_text(column: str, value: Any) -> str:
-    """The text in a column. Raises BadRow where it is no text, EmptyRow where it is empty."""
-    if is_blank(expect(repr(column), value, str, "text")):
+def check_encodable(text: str) -> None:
+    """Raise BadRow where a text is not Unicode that UTF-8 can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRow(f"the text has half of a surrogate pair at character {error.start}") from error
+
+
+def filled(column: str, value: Any, kind: type = str) -> Any:
+    """The text, or the list, in a column. Raises BadRow: it holds another kind; EmptyRow: it is empty."""
+    if is_blank(expect(repr(column), value, *_COLUMN_KINDS[kind])):
         raise EmptyRow(f"{column!r} is empty")
     return value
-
-
-def filled_list(column: str, value: Any) -> list | tuple:
-    """The list in a column. Raises BadRow where it is no list, EmptyRow where it is empty."""
-    if is_blank(expect(repr(column), value, list | tuple, "a list")):
-        raise EmptyRow(f"{column!r} is empty")
-    return value
-
-
-def member(column: str, value: Any, name: str) -> Any:
-    """The value under a name of an object column. Raises BadRow where there is none."""
-    if name not in expect(repr(column), value, Mapping, "an object"):
-        raise BadRow(f"{column!r} has no {name!r}")
-    return value[name]
 
 
 def finite_number(column: str, value: Any) -> float:
-    """The number in a column. Raises BadRow: it is no number that fp32 holds."""
-    try:
-        if isinstance(value, bool | np.bool_) or (isinstance(value, str) and not _NUMBER.fullmatch(value)):
-            raise ValueError
-        number = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise BadRow(f"{column!r} is {value!r}, not a number") from error
+    """The number in a column, or in its text. Raises BadRow: fp32 does not hold it, or it is none."""
+    text = str(value)
+    number = float(text) if _NUMBER.fullmatch(text) else math.nan
     if not abs(number) <= _GREATEST:
-        raise BadRow(f"{column!r} is {value!r}, not a finite number of 32 bits")
+        raise BadRow(f"{column!r} is {value!r}, not a number of 32 bits")
     return number
 
 
 def truth_of(value: Any, words: Mapping[str, bool]) -> bool | None:
-    """What a value says by `words`, whose keys are lower case or whole numbers; None: nothing."""
-    text = re.sub(r"\b[\s_-]+\b", "_", str(value).strip().lower())
-    with suppress(BadRow):
-        text = f"{finite_number('label', value) + 0.0:g}"  # no -0
-    return words.get(text)
+    """The meaning of a value by `words`, whose keys are lower case or whole numbers; None: it has none."""
+    text = str(value)
+    if _NUMBER.fullmatch(text):
+        return words.get(f"{float(text) + 0.0:g}")  # no -0
+    return words.get(re.sub(r"\b[\s_-]+\b", "_", text.strip().lower()))
+
+
+def is_true(where: str, value: Any) -> bool:
+    """Whether a value is 1 or true. Raises BadRow: it is neither that nor 0 or false."""
+    answer = truth_of(value, TRUTHS)
+    if answer is None:
+        raise BadRow(f"{where} is {value!r}, neither 1 (true) nor 0 (false)")
+    return answer
 
 
 def expect(where: str, value: Any, kind: Any, words: str) -> Any:
-    """A value of a kind. Raises BadRow: it is of another."""
+    """A value of the right kind. Raises BadRow: it is of another."""
     if not isinstance(value, kind):
-        raise BadRow(f"{where} is {kind_of(value)}, not {words}")
+        kind_of_value = "null" if value is None else f"of type {type(value).__name__}"
+        raise BadRow(f"{where} is {kind_of_value}, not {words}")
     return value
-
-
-def kind_of(value: Any) -> str:
-    """What a value is, for a message."""
-    return "null" if value is None else f"of type {type(value).__name__}"
 
 
 def rank_by_score(
@@ -349,8 +346,8 @@ def rank_by_score(
 ) -> list[Example]:
     """All pairs of the answers to a prompt, higher scores chosen; equal scores are a tie.
 
-    Steps 1 and 3 use the pairs of the best answer alone: what is learnt is the first of the best. A margin is
-    the difference of two scores; 0 without `with_margin`, for places in an order have no size.
+    Steps 1 and 3 use the pairs of the best answer alone, the first of several best. A margin is the
+    difference of two scores; 0 without `with_margin`: the places of an order have no distance.
     """
     if len(answers) == 1:
         return [Example(prompt=prompt, chosen=answers[0], absence=EmptyRow("its prompt has one answer only"))]
