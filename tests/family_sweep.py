@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from common.generation.decode_probe import why_not_generated
 from common.models.attention import takes_packed
 from common.models.family_probe import plain_logits, probe_family, small_model
+from common.models.loading import keep_composite
 from common.runs.export import save_export
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "families.md"
@@ -54,6 +55,7 @@ CAUSES = {
     "see the padding": "padding is seen",
     "changes": "weights change",
     "treats logits": "other logits",
+    "noise of its routers": "noise counts",
 }
 HEADER = """\
 # Families
@@ -70,8 +72,7 @@ measurement decides.
 - **value model**: reward models and critics; *none*, transformers has no classifier of the family.
 - **hybrid engine**: `--enable_hybrid_engine`, chat.py and the arena; *state*, the family keeps a state from
   token to token, and our decoder keys and values alone. **generate**: step 3 without that flag.
-- **export**: what plain transformers reads of it gives the same logits; *fails*, `AutoModelForCausalLM`
-  takes no configuration of the text part alone: the family's own class does.
+- **export**: what plain transformers reads of it gives the same logits.
 
 {counts}
 
@@ -105,6 +106,8 @@ def sweep(family: str) -> Row:
     value = probe_family(AutoModelForSequenceClassification, config)
     of_value = "none" if "no classifier" in value.refusal else "refused" if value.refusal else "yes"
     of_value = "not tried" if value.note.endswith("transformers") else of_value
+    if "encoder" in probe.refusal:
+        return Row(family, "refused (encoder)", of_value)
     if probe.refusal:
         why = probe.refusal.split("random model: ")[1].split(";")[0]
         cause = next((cause for words, cause in CAUSES.items() if words in why), "fails")
@@ -113,9 +116,9 @@ def sweep(family: str) -> Row:
         return Row(family, f"not tried ({probe.note.split('(')[1].split(':')[0]})", of_value)
     slots, plainly = (why_not_generated(config, by_transformers=way) for way in (False, True))
     with torch.no_grad():
-        model, rows = small_model(
-            AutoModelForCausalLM, AutoConfig.for_model(family, **OWN.get(family, {})), False
-        )
+        config = AutoConfig.for_model(family, **how)
+        model, rows = small_model(AutoModelForCausalLM, config, False)
+        keep_composite(model, config, AutoModelForCausalLM)
         of_policy = "packed" if probe.packs and takes_packed(model) else "padded"
         return Row(
             family,

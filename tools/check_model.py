@@ -11,6 +11,7 @@ where a check failed.
 # S rows, T tokens of the longest, N scored tokens, V vocabulary
 """
 
+import contextlib
 import gc
 import os
 import tempfile
@@ -26,18 +27,18 @@ from rich.text import Text
 from torch import multiprocessing, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from common.data.packed_batch import pack_rows, pad_rows, token_positions
+from common.data.packed_batch import pad_rows
 from common.data.registry import import_plugins
 from common.data.tokenizer import adds_bos, num_token_ids
 from common.flags.args import REQUIRED, Problems, TokenizerArguments, flag, parse_args
 from common.generation.decode import SamplingOptions
+from common.generation.decode_probe import decode_rows, logits_behind
 from common.generation.generate import Generator
 from common.generation.inference_module import cut_module, share_weights
 from common.generation.tp_plans import build_cuts, working_tp_sizes
 from common.models.attention import KERNELS, plain_attention, takes_packed
+from common.models.family_probe import logprobs_of, own_logprobs, plain_logits
 from common.models.loading import DTYPES, ModelOptions, build_position_ids, forward_accepts, load_causal_lm
-from common.models.model_inputs import build_model_inputs
-from common.models.policy_model import PolicyModel
 from common.programs import model_checks, startup
 from common.ranks import distributed
 from common.ranks.failures import kind_and_line
@@ -111,8 +112,7 @@ def check_flags(args: CheckModelArguments, problems: Problems) -> PreTrainedToke
     if config:
         num_tokens = args.max_new_tokens + max(LENGTHS)
         model_checks.check_length(config, num_tokens, "--max_new_tokens and a prompt", problems)
-        is_classifier = any("Classification" in name for name in config.architectures or [])
-        problems.check(not is_classifier, f"--path {args.path} is a classifier; give a causal LM")
+        model_checks.check_family(f"--path {args.path}", config, args, problems)
     problems.exit_if_any()
     assert tokenizer is not None
     return tokenizer
@@ -122,7 +122,7 @@ def find_all(
     args: CheckModelArguments, tokenizer: PreTrainedTokenizerFast, problems: Problems
 ) -> Iterator[Finding]:
     """Load the model and yield all findings, or leave when it cannot be loaded."""
-    options = ModelOptions(args.path, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
+    options = ModelOptions(args.path, args.dtype, 0.0, trust_remote_code=args.trust_remote_code)
     with startup.as_problem(problems):
         model = load_causal_lm(options, num_token_ids(tokenizer)).to(distributed.device()).eval()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -172,35 +172,21 @@ def tolerance_of(dtype: torch.dtype, largest: float) -> float:
     return RELATIVE[dtype] * max(largest, 1.0)
 
 
-def compare(name: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float, why: str) -> Finding:
+def compare(name: str, own: torch.Tensor, expected: torch.Tensor, tolerance: float, why: str) -> Finding:
     """Return the finding on two tensors of one shape; NaN in either is a failure. `why` it matters."""
-    difference = float((found.double() - expected.double().to(found.device)).abs().max())
+    difference = float((own.double() - expected.double().to(own.device)).abs().max())
     text = f"largest difference {difference:.1e}, at most {tolerance:.1e}  ({why})"
     return Finding(name, text, difference <= tolerance)
 
 
-def plain_logprobs(
-    model: PreTrainedModel, rows: Rows, starts: Sequence[int], num_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Return transformers' log-probabilities (N,) float64 of each row's tokens from its start on, what their
-    logits lack to the largest (N,), and the tolerance of these numbers.
-
-    Each row passes alone, without mask and positions of ours, by torch's attention in the place of a kernel
-    that we chose. Ids from `num_tokens` on are padding of the vocabulary, and left out.
-    """
-    ours = model.config._attn_implementation
-    if ours in KERNELS:
+@contextlib.contextmanager
+def torchs_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Have the model compute by torch's attention in the place of a kernel that we chose."""
+    chosen = model.config._attn_implementation
+    if chosen in KERNELS:
         model.set_attn_implementation(plain_attention(model))
-    logprobs, gaps, largest = [], [], 0.0
-    for row, start in zip(rows, starts, strict=True):
-        token_ids = torch.tensor([row], device=model.device)
-        logits = model(input_ids=token_ids, use_cache=False).logits[0, start - 1 : -1, :num_tokens].double()
-        chosen = logits.gather(1, token_ids[0, start:].unsqueeze(1)).squeeze(1)
-        logprobs.append(chosen - logits.logsumexp(-1))
-        gaps.append(logits.amax(-1) - chosen)
-        largest = max(largest, float(logits.abs().max()))
-    model.set_attn_implementation(ours)
-    return torch.cat(logprobs), torch.cat(gaps), tolerance_of(model.dtype, largest)
+    yield
+    model.set_attn_implementation(chosen)
 
 
 @torch.inference_mode()
@@ -208,15 +194,14 @@ def check_logprobs(model: PreTrainedModel, rows: Rows, num_tokens: int) -> Itera
     """Yield log-probabilities of all tokens but each row's first, of padded rows, and of packed ones if they
     can be.
     """
-    expected, _, tolerance = plain_logprobs(model, rows, [1] * len(rows), num_tokens)
-    policy = PolicyModel(model, num_valid_tokens=num_tokens).eval()
-    token_ids, lengths = pack_rows(rows)
-    is_scored = token_positions(lengths) > 0
+    with torchs_attention(model):
+        plain = [plain_logits(model, row)[:-1, :num_tokens] for row in rows]
+    expected = torch.cat([logprobs_of(logits, row[1:]) for logits, row in zip(plain, rows, strict=True)])
+    tolerance = tolerance_of(model.dtype, float(torch.cat(plain).abs().max()))
     for name, is_packed in (("log-probabilities", False), ("packed rows", True)):
         if not is_packed or takes_packed(model):
-            inputs = build_model_inputs(token_ids, lengths, is_packed=is_packed)
-            found, _ = policy(inputs, inputs.slots_before(is_scored), token_ids[is_scored])
-            yield compare(name, found, expected, tolerance, "PPO's ratios and KL are differences of these")
+            own = own_logprobs(model, rows, is_packed=is_packed, num_valid_tokens=num_tokens)
+            yield compare(name, own, expected, tolerance, "PPO's ratios and KL are differences of these")
 
 
 @torch.inference_mode()
@@ -227,7 +212,7 @@ def check_generation(
     tokens and gives them transformers' log-probabilities.
     """
     # Different ends: a prompt that waits enters while others are in their middle.
-    limits = [max(max_new_tokens - 2 * (i % 3), 1) for i in range(len(rows))]
+    limits = torch.tensor([max(max_new_tokens - 2 * (i % 3), 1) for i in range(len(rows))])
     options = SamplingOptions(
         max_new_tokens,
         stop_token_id=tokenizer.eos_token_id,
@@ -235,20 +220,15 @@ def check_generation(
         num_valid_tokens=num_token_ids(tokenizer),
         do_sample=False,
     )
-    ids, mask = pad_rows(rows, tokenizer.pad_token_id, on_left=True)
-    ids, mask, prompt_ids, limits = (
-        tensor.to(model.device) for tensor in (ids, mask, torch.arange(len(rows)), torch.tensor(limits))
-    )
     generator = Generator(share_weights(model), num_slots=len(rows) // 2)
-    generation = generator.generate(ids, mask, prompt_ids, options, limits=limits)
-    pairs = zip(rows, generation.response_ids, generation.response_mask, strict=True)
-    texts = [row + response[is_token].tolist() for row, response, is_token in pairs]
-    starts = [len(row) for row in rows]
-    expected, gaps, tolerance = plain_logprobs(model, texts, starts, num_token_ids(tokenizer))
-    yield likeliest_finding(gaps, max(TIE, tolerance))
-    sampled = generation.logprobs[generation.response_mask]
+    responses, sampled = decode_rows(generator, rows, options, limits=limits.to(model.device))
+    with torchs_attention(model):
+        logits = logits_behind(model, rows, responses)[:, : options.num_valid_tokens]
+    expected = logprobs_of(logits, torch.cat(responses))
+    tolerance = tolerance_of(model.dtype, float(logits.abs().max()))
+    yield likeliest_finding(logits.log_softmax(-1).amax(-1) - expected, max(TIE, tolerance))
     why = "the sampler's and the scorer's numbers meet in PPO's ratio"
-    yield compare("their log-probabilities", sampled, expected, tolerance, why)
+    yield compare("their log-probabilities", torch.cat(sampled), expected, tolerance, why)
 
 
 def likeliest_finding(gaps: torch.Tensor, tie: float) -> Finding:

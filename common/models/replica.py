@@ -32,6 +32,9 @@ _MOST = {
     r"n_groups$": 1,
     r"max_position_embeddings|n_positions": 512,
 }
+# Numbers of tokens that a layer sees, which a row of a few is to pass; noise of routers, which is to be seen.
+_WINDOW = re.compile(r"(sliding|attention)_(window|chunk)(_size)?$")
+_MOST_WINDOW, _NOISE = 4, 0.5
 _MEASURED: dict[Any, Any] = {}
 _REPLICAS: list[PreTrainedModel] = []  # of the measurement that runs
 
@@ -82,6 +85,9 @@ def _shorten(config: PreTrainedConfig) -> None:
     for part in _parts(config):
         numbers = vars(part)
         numbers |= {name: min(numbers[name] or 0, 1) for name in _FIRST & numbers.keys()}
+        windows = [name for name in numbers if _WINDOW.match(name) and type(numbers[name]) is int]
+        numbers |= {name: min(numbers[name], _MOST_WINDOW) for name in windows}
+        numbers |= {name: _NOISE for name in numbers if "jitter" in name and numbers[name]}
         num_layers = max((numbers[name] or 0 for name in _LAYERS & numbers.keys()), default=0)
         if num_layers <= 2:
             continue
