@@ -31,10 +31,16 @@ FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 SAMPLE = FAMILIES[::8]  # what the fast tests try
 _GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 _NARROW = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96} | _GROUPED
-# Families whose defaults make no model.
+_ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
+_INDEXER = {"indexer_budget": 64, "indexer_compress_ratio": 4, "indexer_n_heads": 2}
+_INDEXER |= {"indexer_kv_heads": 1, "indexer_head_dim": 256}
+# Families whose defaults make no model, or none that can be narrowed.
 OWN: dict[str, dict[str, Any]] = {
     "codegen": {"n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 8, "vocab_size": 96}
     | {"n_positions": 64, "bos_token_id": 0, "eos_token_id": 1},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
+    | {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 8},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}
     | {"n_group": 1, "topk_group": 1},
@@ -44,7 +50,15 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8, "head_dim": 128},
+    "qwen4_exp": {"text_config": _INDEXER},
+    "qwen4_exp_text": _INDEXER,
+    "reformer": {"is_decoder": True, "attn_layers": ["local", "lsh"], "hash_seed": 0, "num_buckets": 2}
+    | {"lsh_attn_chunk_length": 4, "local_attn_chunk_length": 4, "axial_pos_embds": False}
+    | {"max_position_embeddings": 64},
     "xmod": {"default_language": "en_XX", "is_decoder": True},
+    "zamba": _NARROW
+    | {"layers_block_type": ["hybrid", "hybrid"], "num_key_value_heads": 4, "mamba_dt_rank": 4}
+    | {"attention_head_dim": 32, "attention_hidden_size": 128},
     "zamba2": _NARROW
     | {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "num_key_value_heads": 4}
     | {"mamba_headdim": 16, "n_mamba_heads": 8, "mamba_ngroups": 1, "mamba_d_state": 16, "chunk_size": 8}

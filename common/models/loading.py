@@ -226,8 +226,8 @@ def load_pretrained(
     call this. Raises ValueError: see `load_weights`.
     """
     config = AutoConfig.from_pretrained(options.name_or_path, trust_remote_code=options.trust_remote_code)
-    config.use_cache = False
     probe = probe_of(auto_class, config, trusts_code=options.trust_remote_code)
+    config.use_cache = False
     if options.dropout is not None:
         set_dropout(config, options.dropout)
     config.update(config_changes)
@@ -326,7 +326,7 @@ def init_weight(parameter: nn.Parameter, name: str, *, std: float, seed: int) ->
 
 def length_limit(config: PreTrainedConfig, default: int = sys.maxsize) -> tuple[int, str]:
     """Return how many tokens a row may have, and of what there are no more; `default` where nothing ends."""
-    text = config.get_text_config()
+    text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     limits = {
         "positions": getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None),

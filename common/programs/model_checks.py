@@ -55,7 +55,7 @@ def check_new_tokens(
 
     `lora_flag`: the flag that gives it adapters, empty where it has none.
     """
-    num_rows = config and getattr(config.get_text_config(), "vocab_size", None)
+    num_rows = config and getattr(config.get_text_config(decoder=True), "vocab_size", None)
     if tokenizer is None or not num_rows or num_token_ids(tokenizer) <= num_rows:
         return []
     new = sorted((i, token) for token, i in tokenizer.get_vocab().items() if i >= num_rows)
