@@ -11,7 +11,6 @@ where a check failed.
 # S rows, T tokens of the longest, N scored tokens, V vocabulary
 """
 
-import contextlib
 import gc
 import os
 import tempfile
@@ -131,11 +130,14 @@ def find_all(
         f"{model.device.type}; {len(LENGTHS)} rows of {min(LENGTHS)} to {max(LENGTHS)} tokens"
     )
     rows = build_rows(tokenizer)
+    # It generates by the attention that the model was loaded with.
+    generator = Generator(share_weights(model), num_slots=len(rows) // 2)
     yield from guarded("log-probabilities", check_logprobs(model, rows, num_token_ids(tokenizer)))
-    yield from guarded("cached decoding", check_generation(model, rows, tokenizer, args.max_new_tokens))
+    decoded = check_generation(model, generator, rows, tokenizer, args.max_new_tokens)
+    yield from guarded("cached decoding", decoded)
     findings, tp_sizes = choose_sizes(model, args.tp_sizes)
     yield from findings
-    del model  # the ranks need the memory
+    del model, generator, decoded  # the ranks need the memory
     gc.collect()
     for tp_size in tp_sizes:
         of_ranks = check_ranks(tp_size, options, num_token_ids(tokenizer), rows, args.plugins)
@@ -175,14 +177,10 @@ def compare(name: str, own: torch.Tensor, expected: torch.Tensor, tolerance: flo
     return Finding(name, text, difference <= tolerance)
 
 
-@contextlib.contextmanager
-def torchs_attention(model: PreTrainedModel) -> Iterator[None]:
+def use_torchs_attention(model: PreTrainedModel) -> None:
     """Have the model compute by torch's attention in the place of a kernel that we chose."""
-    chosen = model.config._attn_implementation
-    if chosen in KERNELS:
+    if model.config._attn_implementation in KERNELS:
         model.set_attn_implementation(plain_attention(model))
-    yield
-    model.set_attn_implementation(chosen)
 
 
 @torch.inference_mode()
@@ -190,19 +188,26 @@ def check_logprobs(model: PreTrainedModel, rows: Rows, num_tokens: int) -> Itera
     """Yield log-probabilities of all tokens but each row's first, of padded rows, and of packed ones if they
     can be.
     """
-    with torchs_attention(model):
-        plain = [plain_logits(model, row)[:-1, :num_tokens] for row in rows]
+    forms = {"log-probabilities": False} | ({"packed rows": True} if takes_packed(model) else {})
+    own = {
+        form: own_logprobs(model, rows, is_packed=is_packed, num_valid_tokens=num_tokens)
+        for form, is_packed in forms.items()
+    }
+    use_torchs_attention(model)
+    plain = [plain_logits(model, row)[:-1, :num_tokens] for row in rows]
     expected = torch.cat([logprobs_of(logits, row[1:]) for logits, row in zip(plain, rows, strict=True)])
     tolerance = tolerance_of(model.dtype, float(torch.cat(plain).abs().max()))
-    for name, is_packed in (("log-probabilities", False), ("packed rows", True)):
-        if not is_packed or takes_packed(model):
-            own = own_logprobs(model, rows, is_packed=is_packed, num_valid_tokens=num_tokens)
-            yield compare(name, own, expected, tolerance, "PPO's ratios and KL are differences of these")
+    for form, numbers in own.items():
+        yield compare(form, numbers, expected, tolerance, "PPO's ratios and KL are differences of these")
 
 
 @torch.inference_mode()
 def check_generation(
-    model: PreTrainedModel, rows: Rows, tokenizer: PreTrainedTokenizerFast, max_new_tokens: int
+    model: PreTrainedModel,
+    generator: Generator,
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerFast,
+    max_new_tokens: int,
 ) -> Iterator[Finding]:
     """Yield whether cached decoding, in fewer slots than there are prompts, takes transformers' likeliest
     tokens and gives them transformers' log-probabilities.
@@ -216,10 +221,9 @@ def check_generation(
         num_valid_tokens=num_token_ids(tokenizer),
         do_sample=False,
     )
-    generator = Generator(share_weights(model), num_slots=len(rows) // 2)
     responses, sampled = decode_rows(generator, rows, options, limits=limits.to(model.device))
-    with torchs_attention(model):
-        logits = logits_behind(model, rows, responses)[:, : options.num_valid_tokens]
+    use_torchs_attention(model)
+    logits = logits_behind(model, rows, responses)[:, : options.num_valid_tokens]
     expected = logprobs_of(logits, torch.cat(responses))
     tolerance = tolerance_of(model.dtype, float(logits.abs().max()))
     yield likeliest_finding(logits.log_softmax(-1).amax(-1) - expected, max(TIE, tolerance))
