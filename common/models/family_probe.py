@@ -99,8 +99,12 @@ def small_model(
     """The replica of a model, as `load_pretrained` makes one, and rows of token ids for it."""
     config.use_cache, config.num_labels = False, 1
     own = takes_own_kernels(auto_class._model_mapping.get(type(config), None), config)
-    how = {"attn_implementation": VARLEN_ATTENTION if own else None, "trust_remote_code": trusts_code}
-    model = build_replica(auto_class, config, **how)
+    model = build_replica(
+        auto_class,
+        config,
+        attn_implementation=VARLEN_ATTENTION if own else None,
+        trust_remote_code=trusts_code,
+    )
     if auto_class is not AutoModelForCausalLM or not router_coefficient(model):
         narrow_last_layer(model)
     text = model.config.get_text_config()

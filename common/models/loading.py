@@ -167,7 +167,7 @@ def _check_values(name_or_path: str, model: PreTrainedModel) -> None:
 
 
 def probe_of(auto_class: Any, config: PreTrainedConfig, *, trusts_code: bool) -> Any:
-    """What `family_probe` measures of a model of this configuration; what it notes is said once.
+    """The result of the comparison on a small replica (family_probe.py); its note is said once.
 
     Raises ValueError where such a model cannot be used.
     """
@@ -268,8 +268,9 @@ def load_pretrained(
     if options.gradient_checkpointing:  # not reentrant: works with frozen embeddings (LoRA) too
         # Without dropout no layer's random state need be kept; code of its own may draw in other ways.
         is_random = options.trust_remote_code or has_dropout(model) or has_dropout(model.config)
-        how = {"use_reentrant": False, "preserve_rng_state": is_random}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": is_random}
+        )
     # A router loss is over all tokens in all layers.
     if auto_class is not AutoModelForCausalLM or not router_coefficient(model):
         narrow_last_layer(model)

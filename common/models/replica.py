@@ -52,10 +52,10 @@ def measure_once(measure: Callable[..., Any], config: PreTrainedConfig, *more: A
     return _MEASURED[key]
 
 
-def build_replica(auto_class: Any, config: PreTrainedConfig, **how: Any) -> PreTrainedModel:
+def build_replica(auto_class: Any, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     """A random model in fp32 on the CPU, in eval mode, whose numbers show each of its weights.
 
-    `how` goes to `auto_class.from_config`. Moves no random state. Raises what the family's own code does
+    `options` go to `auto_class.from_config`. Moves no random state. Raises what the family's own code does
     where it cannot be small.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -64,12 +64,12 @@ def build_replica(auto_class: Any, config: PreTrainedConfig, **how: Any) -> PreT
             if change:
                 change(config)
             with torch.device("meta"):
-                model = auto_class.from_config(copy.deepcopy(config), **how)
+                model = auto_class.from_config(copy.deepcopy(config), **options)
             if sum(parameter.numel() for parameter in model.parameters()) <= MAX_PARAMETERS:
                 break
             assert change or model.num_parameters() < 8 * MAX_PARAMETERS, "it cannot be made small"
         with torch.device("cpu"):
-            model = auto_class.from_config(config, dtype=torch.float32, **how).eval()
+            model = auto_class.from_config(config, dtype=torch.float32, **options).eval()
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
