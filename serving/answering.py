@@ -30,7 +30,7 @@ from common.generation.decode import SamplingOptions
 from common.generation.decode_probe import why_not_generated
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
-from common.models.loading import DTYPES, ModelOptions, compute_hidden, load_causal_lm
+from common.models.loading import DTYPES, ModelOptions, compute_hidden, length_limit, load_causal_lm
 from common.models.lora import trained_weights
 from common.models.model_inputs import build_model_inputs
 from common.models.output_head import read_logit_transform
@@ -110,7 +110,7 @@ class Answerer:
         """Without `seed` other random numbers are used every time."""
         self.model, self.template, self.tokenizer = model, template, template.tokenizer
         self.num_token_ids = num_token_ids(self.tokenizer)
-        self.max_length = getattr(model.config, "max_position_embeddings", None) or _ENDLESS_POSITIONS
+        self.max_length, _ = length_limit(model.config, _ENDLESS_POSITIONS)
         num_new = max(min(sampling.max_new_tokens, self.max_length - _MIN_PROMPT_TOKENS), 1)
         self.sampling = dataclasses.replace(sampling, max_new_tokens=num_new)
         self.max_prompt_tokens = self.max_length - num_new

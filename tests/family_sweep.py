@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from common.generation.decode_probe import why_not_generated
 from common.models.attention import takes_packed
 from common.models.family_probe import plain_logits, probe_family, small_model
+from common.models.loading import keep_composite
 from common.runs.export import save_export
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "families.md"
@@ -30,10 +31,16 @@ FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 SAMPLE = FAMILIES[::8]  # what the fast tests try
 _GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 _NARROW = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96} | _GROUPED
-# Families whose defaults make no model.
+_ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
+_INDEXER = {"indexer_budget": 64, "indexer_compress_ratio": 4, "indexer_n_heads": 2}
+_INDEXER |= {"indexer_kv_heads": 1, "indexer_head_dim": 256}
+# Families whose defaults make no model, or none that can be narrowed.
 OWN: dict[str, dict[str, Any]] = {
     "codegen": {"n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 8, "vocab_size": 96}
     | {"n_positions": 64, "bos_token_id": 0, "eos_token_id": 1},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
+    | {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 8},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}
     | {"n_group": 1, "topk_group": 1},
@@ -43,7 +50,15 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8, "head_dim": 128},
+    "qwen4_exp": {"text_config": _INDEXER},
+    "qwen4_exp_text": _INDEXER,
+    "reformer": {"is_decoder": True, "attn_layers": ["local", "lsh"], "hash_seed": 0, "num_buckets": 2}
+    | {"lsh_attn_chunk_length": 4, "local_attn_chunk_length": 4, "axial_pos_embds": False}
+    | {"max_position_embeddings": 64},
     "xmod": {"default_language": "en_XX", "is_decoder": True},
+    "zamba": _NARROW
+    | {"layers_block_type": ["hybrid", "hybrid"], "num_key_value_heads": 4, "mamba_dt_rank": 4}
+    | {"attention_head_dim": 32, "attention_hidden_size": 128},
     "zamba2": _NARROW
     | {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "num_key_value_heads": 4}
     | {"mamba_headdim": 16, "n_mamba_heads": 8, "mamba_ngroups": 1, "mamba_d_state": 16, "chunk_size": 8}
@@ -54,6 +69,7 @@ CAUSES = {
     "see the padding": "padding is seen",
     "changes": "weights change",
     "treats logits": "other logits",
+    "noise of its routers": "noise counts",
 }
 HEADER = """\
 # Families
@@ -70,8 +86,7 @@ measurement decides.
 - **value model**: reward models and critics; *none*, transformers has no classifier of the family.
 - **hybrid engine**: `--enable_hybrid_engine`, chat.py and the arena; *state*, the family keeps a state from
   token to token, and our decoder keys and values alone. **generate**: step 3 without that flag.
-- **export**: what plain transformers reads of it gives the same logits; *fails*, `AutoModelForCausalLM`
-  takes no configuration of the text part alone: the family's own class does.
+- **export**: what plain transformers reads of it gives the same logits.
 
 {counts}
 
@@ -105,6 +120,8 @@ def sweep(family: str) -> Row:
     value = probe_family(AutoModelForSequenceClassification, config)
     of_value = "none" if "no classifier" in value.refusal else "refused" if value.refusal else "yes"
     of_value = "not tried" if value.note.endswith("transformers") else of_value
+    if "encoder" in probe.refusal:
+        return Row(family, "refused (encoder)", of_value)
     if probe.refusal:
         why = probe.refusal.split("random model: ")[1].split(";")[0]
         cause = next((cause for words, cause in CAUSES.items() if words in why), "fails")
@@ -113,9 +130,9 @@ def sweep(family: str) -> Row:
         return Row(family, f"not tried ({probe.note.split('(')[1].split(':')[0]})", of_value)
     slots, plainly = (why_not_generated(config, by_transformers=way) for way in (False, True))
     with torch.no_grad():
-        model, rows = small_model(
-            AutoModelForCausalLM, AutoConfig.for_model(family, **OWN.get(family, {})), False
-        )
+        config = AutoConfig.for_model(family, **how)
+        model, rows = small_model(AutoModelForCausalLM, config, False)
+        keep_composite(model, config, AutoModelForCausalLM)
         of_policy = "packed" if probe.packs and takes_packed(model) else "padded"
         return Row(
             family,

@@ -26,19 +26,18 @@ from rich.text import Text
 from torch import multiprocessing, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from common.data.packed_batch import pack_rows, pad_rows, token_positions
 from common.data.registry import import_plugins
 from common.data.tokenizer import adds_bos, num_token_ids
 from common.flags.args import REQUIRED, Problems, TokenizerArguments, flag, parse_args
 from common.flags.streams import run_tool
 from common.generation.decode import SamplingOptions
+from common.generation.decode_probe import decode_rows, logits_behind
 from common.generation.generate import Generator
 from common.generation.inference_module import cut_module, share_weights
 from common.generation.tp_plans import build_cuts, working_tp_sizes
 from common.models.attention import KERNELS, plain_attention, takes_packed
-from common.models.loading import DTYPES, ModelOptions, build_position_ids, forward_accepts, load_causal_lm
-from common.models.model_inputs import build_model_inputs
-from common.models.policy_model import PolicyModel
+from common.models.family_probe import logprobs_of, own_logprobs, plain_logits
+from common.models.loading import DTYPES, ModelOptions, load_causal_lm
 from common.programs import model_checks, startup
 from common.ranks import distributed
 from common.ranks.failures import kind_and_line
@@ -100,8 +99,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         CONSOLE.print(Text.assemble("\n", ("not ok:", "bold red"), f" {', '.join(wrong)}"))
         raise SystemExit(1)
     num_ok = sum(finding.is_ok is True for finding in findings)
-    told = f" {num_ok} checks of {args.path}, all within rounding"
-    CONSOLE.print(Text.assemble("\n", ("ok:", "bold green"), told))
+    CONSOLE.print(
+        Text.assemble("\n", ("ok:", "bold green"), f" {num_ok} checks of {args.path}, all within rounding")
+    )
 
 
 def check_flags(args: CheckModelArguments, problems: Problems) -> PreTrainedTokenizerFast:
@@ -112,8 +112,7 @@ def check_flags(args: CheckModelArguments, problems: Problems) -> PreTrainedToke
     if config:
         num_tokens = args.max_new_tokens + max(LENGTHS)
         model_checks.check_length(config, num_tokens, "--max_new_tokens and a prompt", problems)
-        is_classifier = any("Classification" in name for name in config.architectures or [])
-        problems.check(not is_classifier, f"--path {args.path} is a classifier; give a causal LM")
+        model_checks.check_family(f"--path {args.path}", config, args, problems)
     problems.exit_if_any()
     assert tokenizer is not None
     return tokenizer
@@ -123,7 +122,7 @@ def find_all(
     args: CheckModelArguments, tokenizer: PreTrainedTokenizerFast, problems: Problems
 ) -> Iterator[Finding]:
     """Load the model and yield all findings, or leave when it cannot be loaded."""
-    options = ModelOptions(args.path, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
+    options = ModelOptions(args.path, args.dtype, 0.0, trust_remote_code=args.trust_remote_code)
     with startup.as_problem(problems):
         model = load_causal_lm(options, num_token_ids(tokenizer)).to(distributed.device()).eval()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -131,20 +130,19 @@ def find_all(
         f"{args.path}: {type(model).__name__}, {num_parameters:,} parameters, {args.dtype} on "
         f"{model.device.type}; {len(LENGTHS)} rows of {min(LENGTHS)} to {max(LENGTHS)} tokens"
     )
-    saved_as = model.config.architectures or []
-    if saved_as and type(model).__name__ not in saved_as:
-        text = f"saved as {', '.join(saved_as)}, loaded as {type(model).__name__}: its head may be new"
-        yield Finding("architecture", text)
     rows = build_rows(tokenizer)
+    # It generates by the attention that the model was loaded with.
+    generator = Generator(share_weights(model), num_slots=len(rows) // 2)
     yield from guarded("log-probabilities", check_logprobs(model, rows, num_token_ids(tokenizer)))
-    yield from guarded("cached decoding", check_generation(model, rows, tokenizer, args.max_new_tokens))
+    decoded = check_generation(model, generator, rows, tokenizer, args.max_new_tokens)
+    yield from guarded("cached decoding", decoded)
     findings, tp_sizes = choose_sizes(model, args.tp_sizes)
     yield from findings
-    del model  # the ranks need the memory
+    del model, generator, decoded  # the ranks need the memory
     gc.collect()
     for tp_size in tp_sizes:
-        found = check_ranks(tp_size, options, num_token_ids(tokenizer), rows, args.plugins)
-        yield from guarded(f"tensor parallel {tp_size}", found)
+        of_ranks = check_ranks(tp_size, options, num_token_ids(tokenizer), rows, args.plugins)
+        yield from guarded(f"tensor parallel {tp_size}", of_ranks)
 
 
 def guarded(name: str, findings: Iterator[Finding]) -> Iterator[Finding]:
@@ -173,35 +171,17 @@ def tolerance_of(dtype: torch.dtype, largest: float) -> float:
     return RELATIVE[dtype] * max(largest, 1.0)
 
 
-def compare(name: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float, why: str) -> Finding:
+def compare(name: str, own: torch.Tensor, expected: torch.Tensor, tolerance: float, why: str) -> Finding:
     """Return the finding on two tensors of one shape; NaN in either is a failure. `why` it matters."""
-    difference = float((found.double() - expected.double().to(found.device)).abs().max())
+    difference = float((own.double() - expected.double().to(own.device)).abs().max())
     text = f"largest difference {difference:.1e}, at most {tolerance:.1e}  ({why})"
     return Finding(name, text, difference <= tolerance)
 
 
-def plain_logprobs(
-    model: PreTrainedModel, rows: Rows, starts: Sequence[int], num_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Return transformers' log-probabilities (N,) float64 of each row's tokens from its start on, what their
-    logits lack to the largest (N,), and the tolerance of these numbers.
-
-    Each row passes alone, without mask and positions of ours, by torch's attention in the place of a kernel
-    that we chose. Ids from `num_tokens` on are padding of the vocabulary, and left out.
-    """
-    ours = model.config._attn_implementation
-    if ours in KERNELS:
+def use_torchs_attention(model: PreTrainedModel) -> None:
+    """Have the model compute by torch's attention in the place of a kernel that we chose."""
+    if model.config._attn_implementation in KERNELS:
         model.set_attn_implementation(plain_attention(model))
-    logprobs, gaps, largest = [], [], 0.0
-    for row, start in zip(rows, starts, strict=True):
-        token_ids = torch.tensor([row], device=model.device)
-        logits = model(input_ids=token_ids, use_cache=False).logits[0, start - 1 : -1, :num_tokens].double()
-        chosen = logits.gather(1, token_ids[0, start:].unsqueeze(1)).squeeze(1)
-        logprobs.append(chosen - logits.logsumexp(-1))
-        gaps.append(logits.amax(-1) - chosen)
-        largest = max(largest, float(logits.abs().max()))
-    model.set_attn_implementation(ours)
-    return torch.cat(logprobs), torch.cat(gaps), tolerance_of(model.dtype, largest)
 
 
 @torch.inference_mode()
@@ -209,26 +189,32 @@ def check_logprobs(model: PreTrainedModel, rows: Rows, num_tokens: int) -> Itera
     """Yield log-probabilities of all tokens but each row's first, of padded rows, and of packed ones if they
     can be.
     """
-    expected, _, tolerance = plain_logprobs(model, rows, [1] * len(rows), num_tokens)
-    policy = PolicyModel(model, num_valid_tokens=num_tokens).eval()
-    token_ids, lengths = pack_rows(rows)
-    is_scored = token_positions(lengths) > 0
-    for name, is_packed in (("log-probabilities", False), ("packed rows", True)):
-        if not is_packed or takes_packed(model):
-            inputs = build_model_inputs(token_ids, lengths, is_packed=is_packed)
-            found, _ = policy(inputs, inputs.slots_before(is_scored), token_ids[is_scored])
-            yield compare(name, found, expected, tolerance, "PPO's ratios and KL are differences of these")
+    forms = {"log-probabilities": False} | ({"packed rows": True} if takes_packed(model) else {})
+    own = {
+        form: own_logprobs(model, rows, is_packed=is_packed, num_valid_tokens=num_tokens)
+        for form, is_packed in forms.items()
+    }
+    use_torchs_attention(model)
+    plain = [plain_logits(model, row)[:-1, :num_tokens] for row in rows]
+    expected = torch.cat([logprobs_of(logits, row[1:]) for logits, row in zip(plain, rows, strict=True)])
+    tolerance = tolerance_of(model.dtype, float(torch.cat(plain).abs().max()))
+    for form, numbers in own.items():
+        yield compare(form, numbers, expected, tolerance, "PPO's ratios and KL are differences of these")
 
 
 @torch.inference_mode()
 def check_generation(
-    model: PreTrainedModel, rows: Rows, tokenizer: PreTrainedTokenizerFast, max_new_tokens: int
+    model: PreTrainedModel,
+    generator: Generator,
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerFast,
+    max_new_tokens: int,
 ) -> Iterator[Finding]:
     """Yield whether cached decoding, in fewer slots than there are prompts, takes transformers' likeliest
     tokens and gives them transformers' log-probabilities.
     """
     # Different ends: a prompt that waits enters while others are in their middle.
-    limits = [max(max_new_tokens - 2 * (i % 3), 1) for i in range(len(rows))]
+    limits = torch.tensor([max(max_new_tokens - 2 * (i % 3), 1) for i in range(len(rows))])
     options = SamplingOptions(
         max_new_tokens,
         stop_token_id=tokenizer.eos_token_id,
@@ -236,20 +222,14 @@ def check_generation(
         num_valid_tokens=num_token_ids(tokenizer),
         do_sample=False,
     )
-    ids, mask = pad_rows(rows, tokenizer.pad_token_id, on_left=True)
-    ids, mask, prompt_ids, limits = (
-        tensor.to(model.device) for tensor in (ids, mask, torch.arange(len(rows)), torch.tensor(limits))
-    )
-    generator = Generator(share_weights(model), num_slots=len(rows) // 2)
-    generation = generator.generate(ids, mask, prompt_ids, options, limits=limits)
-    pairs = zip(rows, generation.response_ids, generation.response_mask, strict=True)
-    texts = [row + response[is_token].tolist() for row, response, is_token in pairs]
-    starts = [len(row) for row in rows]
-    expected, gaps, tolerance = plain_logprobs(model, texts, starts, num_token_ids(tokenizer))
-    yield likeliest_finding(gaps, max(TIE, tolerance))
-    sampled = generation.logprobs[generation.response_mask]
+    responses, sampled = decode_rows(generator, rows, options, limits=limits.to(model.device))
+    use_torchs_attention(model)
+    logits = logits_behind(model, rows, responses)[:, : options.num_valid_tokens]
+    expected = logprobs_of(logits, torch.cat(responses))
+    tolerance = tolerance_of(model.dtype, float(logits.abs().max()))
+    yield likeliest_finding(logits.log_softmax(-1).amax(-1) - expected, max(TIE, tolerance))
     why = "the sampler's and the scorer's numbers meet in PPO's ratio"
-    yield compare("their log-probabilities", sampled, expected, tolerance, why)
+    yield compare("their log-probabilities", torch.cat(sampled), expected, tolerance, why)
 
 
 def likeliest_finding(gaps: torch.Tensor, tie: float) -> Finding:
@@ -295,9 +275,9 @@ def check_ranks(
             last = str(error).strip().splitlines()[-1]  # of a rank's traceback: what it raised
             yield Finding(name, f"a rank failed: {last}", is_ok=False)
             return
-        found, expected = torch.load(Path(folder, "logits.pt"), weights_only=True)
+        own, expected = torch.load(Path(folder, "logits.pt"), weights_only=True)
     tolerance = tolerance_of(DTYPES[options.dtype], float(expected.abs().max()))
-    yield compare(name, found, expected, tolerance, "so step 3 generates at --inference_tp_size")
+    yield compare(name, own, expected, tolerance, "so step 3 generates at --inference_tp_size")
 
 
 def run_rank(
@@ -322,21 +302,14 @@ def run_rank(
         for turn in range(tp_size):  # whole models one at a time
             if turn == rank:
                 model = load_causal_lm(options, num_tokens).eval()
-                expected = compute(model, rows) if rank == 0 else None
+                expected = [plain_logits(model, row) for row in rows] if rank == 0 else []
                 cut_module(model, build_cuts(model, tp_size), rank, tp_size, None)
                 gc.collect()
             dist.barrier()
-        found = compute(model, rows)
+        own = [plain_logits(model, row) for row in rows]
     if rank == 0:
-        torch.save((found, expected), Path(folder, "logits.pt"))
+        torch.save((torch.cat(own), torch.cat(expected)), Path(folder, "logits.pt"))
     dist.destroy_process_group()
-
-
-def compute(model: nn.Module, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return logits (N, V) fp32 of rows that are left-padded, as generation reads prompts."""
-    ids, mask = pad_rows(rows, 0, on_left=True)  # (S, T)
-    more = {"position_ids": build_position_ids(mask)} if forward_accepts(model, "position_ids") else {}
-    return model(input_ids=ids, attention_mask=mask.long(), **more).logits[mask].float()
 
 
 if __name__ == "__main__":

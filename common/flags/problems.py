@@ -60,12 +60,12 @@ class Problems:
             self.add(message)
 
     @contextlib.contextmanager
-    def catch(self) -> Iterator[None]:
-        """Add what a ValueError says that ends the block."""
+    def catch(self, prefix: str = "") -> Iterator[None]:
+        """Add what a ValueError says that ends the block, behind `prefix`."""
         try:
             yield
         except ValueError as error:
-            self.add(str(error))
+            self.add(f"{prefix}{error}")
 
     def exit_if_any(self, *, is_told_by_all: bool = False) -> None:
         """Leave with exit code 2 when anything was added; the first process of each machine prints, or all:

@@ -21,6 +21,7 @@ from common.ranks import distributed
 from common.ranks.failures import first_line, is_out_of_memory, say
 
 POSITIONS_PER_BUCKET = 128
+WINDOWED = {"sliding_attention", "chunked_attention"}  # kinds of layers that see a part of what is before
 _SAMPLINGS_KEPT = 4  # sampling options whose graphs are kept: a program may ask with any temperature
 
 
@@ -223,7 +224,7 @@ class DecodeStep:
         self._has_slot_attention = config._attn_implementation == SLOT_ATTENTION
         config = config.get_text_config()
         self._has_alibi = not self._takes_positions or bool(getattr(config, "alibi", False))
-        self._window, self._is_mixed = _sliding_window(config)
+        self._window, self._chunk, self._is_mixed = _windows(config)
         _refuse_own_window(config, cache.max_length)
         device = state.lengths.device
         self._dtype = next(model.parameters()).dtype
@@ -301,7 +302,10 @@ class DecodeStep:
         near = mask = self._additive(is_visible)
         if self._window is not None and upto > self._window:
             near = self._additive(is_visible & (keys > positions.unsqueeze(1) - self._window))
-        return {"full_attention": mask, "sliding_attention": near} if self._is_mixed else near
+        if self._chunk is not None and upto > self._chunk:
+            is_of_chunk = keys // self._chunk == positions.unsqueeze(1) // self._chunk
+            near = self._additive(is_visible & is_of_chunk)
+        return dict.fromkeys(WINDOWED, near) | {"full_attention": mask} if self._is_mixed else near
 
     def _additive(self, is_visible: torch.Tensor) -> torch.Tensor:
         """Return (n, 1, 1, L): 0 where visible, else the smallest number."""
@@ -310,21 +314,29 @@ class DecodeStep:
 
 
 def _refuse_own_window(config: Any, max_length: int) -> None:
-    """Raise ValueError for GPT-Neo beyond its window: its local layers cut a mask of their own, by the
-    index of a key among those given, which is wrong for slots.
+    """Raise ValueError for families beyond a number of tokens from which on layers go by the index of a key
+    among those given (GPT-Neo's windows) or by the cache's length (Llama 4's temperatures): slots have
+    others.
     """
-    window = getattr(config, "window_size", None)
-    if config.model_type == "gpt_neo" and "local" in config.attention_layers and max_length > window:
+    layers, limit = "", max_length
+    if config.model_type == "gpt_neo" and "local" in config.attention_layers:
+        layers, limit = "local layers see", config.window_size
+    elif getattr(config, "attn_temperature_tuning", False):
+        layers, limit = "layers without rotary positions scale nothing for", config.floor_scale - 1
+    if max_length > limit:
         raise ValueError(
-            f"gpt_neo's local layers see {window} tokens by a mask of their own, and sequences may have "
-            f"{max_length}: keep prompt and answer within {window}, or leave out --enable_hybrid_engine"
+            f"{config.model_type}'s {layers} {limit} tokens by a count of their own, and sequences may have "
+            f"{max_length}: keep prompt and answer within {limit}, or leave out --enable_hybrid_engine"
         )
 
 
-def _sliding_window(config: Any) -> tuple[int | None, bool]:
-    """Return (positions that a windowed layer sees, whether other layers see all)."""
+def _windows(config: Any) -> tuple[int | None, int | None, bool]:
+    """Return (positions that a windowed layer sees, those of a chunk that a layer sees its own of, whether
+    other layers see all).
+    """
     kinds = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None)
-    if kinds:
-        return (window, True) if "sliding_attention" in kinds else (None, False)
-    return window, False
+    if not kinds:
+        return window, None, False
+    chunk = config.attention_chunk_size if "chunked_attention" in kinds else None
+    return window if "sliding_attention" in kinds else None, chunk, bool(kinds & WINDOWED)

@@ -1,7 +1,8 @@
-"""Whether what is generated with a family has the log-probabilities of its own forward pass: measured on a
-replica before weights are loaded, by two decode steps behind prompts of several lengths.
+"""Whether tokens that are decoded one by one get the log-probabilities of the class's own forward pass:
+compared on a replica before weights are loaded, in two decode steps behind prompts of several lengths.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,8 +36,14 @@ def _measure(config: PreTrainedConfig, by_transformers: bool, trusts_code: bool)
         plain_logits(model, rows[0])
     except Exception:  # the family's own code raises what it likes; family_probe says so
         return ""
+    options = SamplingOptions(NUM_NEW, stop_token_id=-1, pad_token_id=rows[0][0], do_sample=False)
     try:
-        gap = _difference(model, rows, by_transformers)
+        module = share_weights(model)
+        generator = TransformersGenerator(module) if by_transformers else Generator(module, num_slots=2)
+        token_ids, logprobs = decode_rows(generator, rows, options)
+        logits = logits_behind(model, rows, token_ids)
+        expected = logprobs_of(logits, torch.cat(token_ids))
+        gap = difference(torch.cat(logprobs), expected, float(logits.abs().max()))
     except Exception as error:
         gap = kind_and_line(error)
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
@@ -46,17 +53,26 @@ def _measure(config: PreTrainedConfig, by_transformers: bool, trusts_code: bool)
     return gap and f"what is decoded with {name} is not what its own forward pass computes: {gap}"
 
 
-@torch.no_grad()
-def _difference(model: Any, rows: list[list[int]], by_transformers: bool) -> str:
-    """How far the log-probabilities of greedy responses are from the forward pass's, "" for rounding."""
-    module = share_weights(model)
-    generator: Any = TransformersGenerator(module) if by_transformers else Generator(module, num_slots=2)
-    ids, mask = pad_rows(rows, rows[0][0], on_left=True)
-    options = SamplingOptions(NUM_NEW, stop_token_id=-1, pad_token_id=rows[0][0], do_sample=False)
-    generation = generator.generate(ids, mask, torch.arange(len(rows)), options, num_samples=1)
-    expected, largest = [], 1.0
-    for row, response in zip(rows, generation.response_ids, strict=True):
-        logits = plain_logits(model, [*row, *response.tolist()])[len(row) - 1 : -1]
-        expected.append(logprobs_of(logits, response))
-        largest = max(largest, float(logits.abs().max()))
-    return difference(generation.logprobs.flatten(), torch.cat(expected), largest)
+def decode_rows(
+    generator: Any, rows: list[list[int]], options: SamplingOptions, **more: Any
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The token ids of a response to each row, and the log-probabilities that they were sampled with; `more`
+    goes to `generate`.
+    """
+    device = generator.model.device
+    ids, mask = (x.to(device) for x in pad_rows(rows, options.pad_token_id, on_left=True))
+    sample_ids = torch.arange(len(rows), device=device)
+    generation = generator.generate(ids, mask, sample_ids, options, num_samples=1, **more)
+    columns = generation.response_ids, generation.logprobs
+    return tuple(
+        [x[is_own] for x, is_own in zip(column, generation.response_mask, strict=True)] for column in columns
+    )
+
+
+def logits_behind(model: Any, rows: list[list[int]], responses: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Logits (N, V) of the class's own forward pass that predict the tokens of responses to rows."""
+    parts = []
+    for row, response in zip(rows, responses, strict=True):
+        logits = plain_logits(model, [*row, *response.tolist()])
+        parts.append(logits[len(row) - 1 : -1])
+    return torch.cat(parts)

@@ -1,5 +1,5 @@
-"""What our passes compute with a model of a family, measured before its weights are loaded: on a replica, in
-some hundred milliseconds, against the class's own forward pass.
+"""Whether our passes compute for a family what its class's own forward pass does: compared on a replica, in
+some hundred milliseconds, before weights are loaded.
 """
 
 from collections.abc import Sequence
@@ -36,17 +36,23 @@ class FamilyProbe:
 
 
 def probe_family(auto_class: Any, config: PreTrainedConfig, *, trusts_code: bool = False) -> FamilyProbe:
-    """What our passes compute with a model of this configuration; alike on all ranks."""
+    """The result of the comparison for a model of this configuration; alike on all ranks."""
     return measure_once(_measure, config, auto_class, trusts_code)
 
 
 def _measure(config: PreTrainedConfig, auto_class: Any, trusts_code: bool) -> FamilyProbe:
     name, is_policy = f"the family {config.model_type}", auto_class is AutoModelForCausalLM
-    if not is_policy and not (trusts_code or type(config) in auto_class._model_mapping):
+    is_known = trusts_code or type(config) in auto_class._model_mapping
+    if not is_policy and not is_known:
         return FamilyProbe(f"{name} has no classifier in transformers, which reward models and critics are")
+    if is_known and config.is_encoder_decoder:
+        return FamilyProbe(f"{name} has an encoder and a decoder; give a model of a decoder alone")
     try:
         model, rows = small_model(auto_class, config, trusts_code)
-        before = [parameter.detach().clone() for parameter in model.parameters()]
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        with_noise = [plain_logits(model, row) for row in rows]
+        for owner in (model, model.config):
+            set_dropout(owner, 0.0)
         plain = [plain_logits(model, row) for row in rows]
     except Exception as error:  # the family's own code raises what it likes
         note = f"{name} could not be tried in small ({kind_and_line(error)}): its rows are padded, and what "
@@ -55,9 +61,12 @@ def _measure(config: PreTrainedConfig, auto_class: Any, trusts_code: bool) -> Fa
     refusal += (
         "forward pass computes, tried on a small random model: {}; docs/families.md lists those that can"
     )
-    if not all(map(torch.equal, before, model.parameters())):
+    if not all(map(torch.equal, weights, model.parameters())):
         return FamilyProbe(refusal.format("that pass changes its weights"))
     largest = max(float(x.abs().max()) for x in plain)
+    if difference(torch.cat(with_noise), torch.cat(plain), largest):
+        text = "the noise of its routers, off in training here, counts in evaluation too; 0 as its "
+        return FamilyProbe(refusal.format(f"{text}router_jitter_noise in config.json leaves it out"))
     if is_policy:
         plain = [logprobs_of(x[:-1], row[1:]) for x, row in zip(plain, rows, strict=True)]
     forms = (
@@ -65,32 +74,37 @@ def _measure(config: PreTrainedConfig, auto_class: Any, trusts_code: bool) -> Fa
         ("padded rows", [rows], False, _PADDING),
         ("rows end to end", [rows], True, ""),
     )
-    for form, batches, is_packed, why in forms:
+    compute = own_logprobs if is_policy else _last_values
+    for form, batches, is_packed, cause in forms:
         model.packs_rows = is_packed
         if is_packed and not takes_packed(model):
             continue
         try:
-            numbers = [_compute(model, batch, is_policy=is_policy, is_packed=is_packed) for batch in batches]
-            gap = difference(torch.cat(numbers), torch.cat(plain), largest)
+            numbers = torch.cat([compute(model, batch, is_packed=is_packed) for batch in batches])
+            numbers.sum().backward()
+            gap = difference(numbers.detach(), torch.cat(plain), largest)
         except Exception as error:
-            gap, why = kind_and_line(error), ""
+            gap, cause = kind_and_line(error), ""
         if gap and is_packed:
             note = f"{name} computes other numbers of rows end to end than of each alone ({gap})"
             return FamilyProbe(packs=False, note=f"{note}: its rows are padded")
         if gap:
-            return FamilyProbe(refusal.format(", ".join(filter(None, (f"{form}: {gap}", why)))))
+            return FamilyProbe(refusal.format(", ".join(filter(None, (f"{form}: {gap}", cause)))))
     return FamilyProbe()
 
 
 def small_model(
     auto_class: Any, config: PreTrainedConfig, trusts_code: bool, lengths: Sequence[int] = LENGTHS
 ) -> tuple[PreTrainedModel, list[list[int]]]:
-    """The replica of a model as `load_pretrained` makes it, without dropout, and rows of token ids for it."""
-    set_dropout(config, 0.0)
+    """The replica of a model, as `load_pretrained` makes one, and rows of token ids for it."""
     config.use_cache, config.num_labels = False, 1
     own = takes_own_kernels(auto_class._model_mapping.get(type(config), None), config)
-    how = {"attn_implementation": VARLEN_ATTENTION if own else None, "trust_remote_code": trusts_code}
-    model = build_replica(auto_class, config, **how)
+    model = build_replica(
+        auto_class,
+        config,
+        attn_implementation=VARLEN_ATTENTION if own else None,
+        trust_remote_code=trusts_code,
+    )
     if auto_class is not AutoModelForCausalLM or not router_coefficient(model):
         narrow_last_layer(model)
     text = model.config.get_text_config()
@@ -101,7 +115,7 @@ def small_model(
 
 @torch.no_grad()
 def plain_logits(model: PreTrainedModel, row: Sequence[int]) -> torch.Tensor:
-    """What the class's own forward pass says of a row alone: (T, V) float64, or (1,) of a classifier."""
+    """Logits (T, V) float64 of the class's own forward pass over a row alone; (1,) of a classifier."""
     token_ids = torch.tensor([row], device=model.device)
     more = {"attention_mask": torch.ones_like(token_ids)} if forward_accepts(model, "attention_mask") else {}
     return model(input_ids=token_ids, use_cache=False, **more).logits[0].double()
@@ -119,19 +133,20 @@ def difference(own: torch.Tensor, plain: torch.Tensor, largest: float) -> str:
     return "" if gap <= RELATIVE * max(largest, 1.0) else f"off by {gap:.2g}"
 
 
-def _compute(model: Any, rows: list[list[int]], *, is_policy: bool, is_packed: bool) -> torch.Tensor:
-    """What training computes of rows, and its gradients: log-probabilities of all tokens but each row's
-    first, or values at their last tokens.
-    """
+def own_logprobs(
+    model: Any, rows: list[list[int]], *, is_packed: bool, num_valid_tokens: int | None = None
+) -> torch.Tensor:
+    """The log-probabilities (N,) that training computes of all tokens but each row's first."""
     token_ids, lengths = pack_rows(rows)
     inputs = build_model_inputs(token_ids, lengths, is_packed=is_packed)
-    if is_policy:
-        is_scored = token_positions(lengths) > 0
-        policy = PolicyModel(model, num_valid_tokens=None).train()
-        numbers, _ = policy(inputs, inputs.slots_before(is_scored), token_ids[is_scored])
-    elif isinstance(getattr(model, "score", None), nn.Linear):
-        numbers = ValueModel(model).train()(inputs, inputs.last_slots)
-    else:
+    is_scored = token_positions(lengths) > 0
+    policy = PolicyModel(model, num_valid_tokens=num_valid_tokens).train()
+    return policy(inputs, inputs.slots_before(is_scored), token_ids[is_scored])[0]
+
+
+def _last_values(model: Any, rows: list[list[int]], *, is_packed: bool) -> torch.Tensor:
+    """The values (S,) that training computes at the rows' last tokens."""
+    if not isinstance(getattr(model, "score", None), nn.Linear):
         raise ValueError(f"{type(model).__name__} has no linear `score` head")
-    numbers.sum().backward()
-    return numbers.detach()
+    inputs = build_model_inputs(*pack_rows(rows), is_packed=is_packed)
+    return ValueModel(model).train()(inputs, inputs.last_slots)

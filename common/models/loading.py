@@ -6,7 +6,9 @@
 import inspect
 import pickle
 import re
+import sys
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -34,6 +36,7 @@ from common.ranks.zero3 import gather_whole, is_sharded, local_shard
 
 # Masks and tables that older releases of transformers saved with a model's weights.
 _MASKS = re.compile(r"(attn|attention|self_attention)\.(masked_)?bias$|inv_freq$|position_ids$")
+_UNPACKED = ("fp8", "mxfp4")  # quantised weights that transformers unpacks while it loads
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -92,49 +95,53 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
         raise ValueError(
             f"{name_or_path}: the model cannot be loaded: {first_line(error)}; save or download it again"
         ) from error
-    of_model = dict(model.named_parameters(remove_duplicate=False))
-    is_own_class = type(model).__name__ in (getattr(model.config, "architectures", None) or [])
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    name, size = type(model).__name__, len(parameters)
+    is_own_class = name in (getattr(model.config, "architectures", None) or [])
     needed = "" if is_own_class else f"{backbone_name(model)}."  # of another class the head is new
-    missing = sorted(n for n in info["missing_keys"] if n in of_model and n.startswith(needed))
+    absent = sorted(info["missing_keys"] & parameters.keys())
+    of_body = [parameter for parameter in absent if parameter.startswith(needed)]
     mismatched = sorted(str(item[0]) for item in info["mismatched_keys"])
-    if missing or mismatched:
-        what, names = ("lack", missing) if missing else ("have other sizes than are needed for", mismatched)
-        raise ValueError(
-            f"{name_or_path}: its weights {what} {len(names)} of {len(of_model)} parameters of "
-            f"{type(model).__name__}, such as {names[0]}; give a folder whose config.json and weights "
-            "belong together"
+    is_part = type(more.get("config", model.config)) is not type(model.config)
+    homeless = _homeless(model, sorted(info["unexpected_keys"]), is_part=is_part, is_own_class=is_own_class)
+    for names, text in (
+        (of_body, f"its weights lack {{}} of {size} parameters of {name}"),
+        (mismatched, f"its weights have other sizes than are needed for {{}} of {size} parameters of {name}"),
+        (homeless, "its config.json has no place for {} of its weights"),
+    ):
+        if names:
+            raise ValueError(
+                f"{name_or_path}: {text.format(len(names))}, such as {names[0]}; give a folder whose "
+                "config.json and weights belong together"
+            )
+    if absent and auto_class is AutoModelForCausalLM:
+        distributed.say_once(f"note: {name_or_path} has no output head: {absent[0]} is new, and random")
+    if is_part:
+        distributed.say_once(
+            f"note: {name_or_path}: of this {more['config'].model_type} the language model alone is loaded, "
+            "trained and exported, no part for images or sound"
         )
-    _check_fit(name_or_path, model, sorted(info["unexpected_keys"]), is_own_class, more.get("config"))
     return model
 
 
-def _check_fit(
-    name_or_path: str, model: PreTrainedModel, unexpected: list[str], is_own_class: bool, config: Any
-) -> None:
-    """Raise ValueError where the files hold weights of the model that config.json has no place for.
+def _homeless(
+    model: PreTrainedModel, unexpected: list[str], *, is_part: bool, is_own_class: bool
+) -> list[str]:
+    """Return those of a file's weights that belong to a model whose config.json has no place for them.
 
-    The head of another class is none. Of parts that a language model leaves out, as vision, a note is made.
+    The head of another class does not, nor do parts that a language model leaves out, as vision.
     """
-    backbone = backbone_of(model)
     places = {re.sub(r"\d+", "*", name) for name, _ in model.named_parameters(remove_duplicate=False)}
-    is_part = isinstance(config, PreTrainedConfig) and type(config) is not type(model.config)
-    if is_part:
-        distributed.say_once(
-            f"note: {name_or_path}: of this {config.model_type} the language model alone is loaded, trained "
-            "and exported, no part for images or sound"
+    of_body = {backbone_name(model), *dict(backbone_of(model).named_children())}
+    return [
+        name
+        for name in unexpected
+        if not _MASKS.search(name)
+        and (
+            re.sub(r"\d+", "*", name) in places
+            or (not is_part and (is_own_class or name.partition(".")[0] in of_body))
         )
-    lost = []
-    for name in unexpected:
-        first = name.partition(".")[0]
-        is_of_body = first == backbone_name(model) or hasattr(backbone, first)
-        is_known = re.sub(r"\d+", "*", name) in places
-        if not _MASKS.search(name) and (is_known or (not is_part and (is_own_class or is_of_body))):
-            lost.append(name)
-    if lost:
-        raise ValueError(
-            f"{name_or_path}: its config.json has no place for {len(lost)} of its weights, such as "
-            f"{lost[0]}; give a folder whose config.json and weights belong together"
-        )
+    ]
 
 
 @torch.no_grad()
@@ -160,7 +167,7 @@ def _check_values(name_or_path: str, model: PreTrainedModel) -> None:
 
 
 def probe_of(auto_class: Any, config: PreTrainedConfig, *, trusts_code: bool) -> Any:
-    """What `family_probe` measures of a model of this configuration; what it notes is said once.
+    """The result of the comparison on a small replica (family_probe.py); its note is said once.
 
     Raises ValueError where such a model cannot be used.
     """
@@ -174,39 +181,38 @@ def probe_of(auto_class: Any, config: PreTrainedConfig, *, trusts_code: bool) ->
     return probe
 
 
+def _dropouts(owner: PreTrainedConfig | nn.Module) -> Iterator[tuple[Any, str]]:
+    """Yield each number of a configuration or of a model, its parts included, that moves a training pass at
+    random: its owner and its name.
+    """
+    # Every family has names of its own: they are known by what they have in common.
+    parts = list(owner.children()) if isinstance(owner, nn.Module) else []
+    for name, value in vars(owner).items():
+        if isinstance(value, PreTrainedConfig) and isinstance(owner, PreTrainedConfig):
+            parts.append(value)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            if "drop" in name or "jitter" in name or (name == "p" and isinstance(owner, _DropoutNd)):
+                yield owner, name
+    for part in parts:
+        yield from _dropouts(part)
+
+
 def set_dropout(owner: PreTrainedConfig | nn.Module, dropout: float) -> None:
     """Set every dropout of a configuration or of a model, its parts included, to `dropout`.
 
     0 also turns off layer drop and the jitter of routers, which are no dropout but move a training pass too.
     """
-    # Every family has names of its own: they are known by what they have in common. The values are set past
-    # the classes' checks, for some declare a whole number (MPT).
-    numbers = vars(owner)
-    for name, value in numbers.items():
-        if isinstance(value, PreTrainedConfig) and isinstance(owner, PreTrainedConfig):
-            set_dropout(value, dropout)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            if "jitter" in name or "layerdrop" in name:
-                numbers[name] = value if dropout else 0.0
-            elif "drop" in name:  # a whole number where a whole one was: MPT's class reads no other back
-                numbers[name] = type(value)(dropout) if float(dropout).is_integer() else dropout
-    if isinstance(owner, nn.Module):
-        if isinstance(owner, _DropoutNd):
-            owner.p = dropout
-        for part in owner.children():
-            set_dropout(part, dropout)
+    for part, name in list(_dropouts(owner)):
+        if dropout and ("jitter" in name or "layerdrop" in name):
+            continue
+        # Set past the classes' checks: MPT's declares a whole number, and reads no other back.
+        kind = type(vars(part)[name])
+        vars(part)[name] = kind(dropout) if float(dropout).is_integer() else dropout
 
 
 def has_dropout(owner: PreTrainedConfig | nn.Module) -> bool:
     """Whether a configuration or a model, parts included, has a number that `set_dropout` would make 0."""
-    parts = list(owner.children()) if isinstance(owner, nn.Module) else []
-    for name, value in vars(owner).items():
-        if isinstance(value, PreTrainedConfig) and isinstance(owner, PreTrainedConfig):
-            parts.append(value)
-        elif value and isinstance(value, int | float) and not isinstance(value, bool):
-            if "drop" in name or "jitter" in name or (name == "p" and isinstance(owner, _DropoutNd)):
-                return True
-    return any(map(has_dropout, parts))
+    return any(vars(part)[name] for part, name in _dropouts(owner))
 
 
 def load_pretrained(
@@ -220,12 +226,14 @@ def load_pretrained(
     call this. Raises ValueError: see `load_weights`.
     """
     config = AutoConfig.from_pretrained(options.name_or_path, trust_remote_code=options.trust_remote_code)
-    config.use_cache = False
     probe = probe_of(auto_class, config, trusts_code=options.trust_remote_code)
+    config.use_cache = False
     if options.dropout is not None:
         set_dropout(config, options.dropout)
-    for name, value in config_changes.items():
-        setattr(config, name, value)
+    config.update(config_changes)
+    scheme = getattr(config, "quantization_config", None) or {}
+    if scheme.get("quant_method") in _UNPACKED:
+        scheme["dequantize"] = True
     zero = (options.ds_config or {}).get("zero_optimization", {})
     # transformers looks for this object while it loads and resizes: it shards from the first layer on.
     sharding = HfDeepSpeedConfig(options.ds_config) if zero.get("stage") == 3 else None
@@ -245,19 +253,49 @@ def load_pretrained(
     settle(model)
     if not getattr(model, "hf_quantizer", None):
         _check_values(options.name_or_path, model)
+    elif not options.load_in_4bit:
+        raise ValueError(
+            f"{options.name_or_path}: its weights are quantised ({scheme.get('quant_method')}), and nothing "
+            "would train them; give the model before it was quantised"
+        )
+    _untie(options.name_or_path, model)
     _grow_vocabulary(model, num_tokens, options.pad_vocab_multiple)
+    model.get_input_embeddings().padding_idx = None  # PAD may be a token of the rows, which is to be trained
+    keep_composite(model, config, auto_class)
     del sharding
     if options.dropout is not None:  # code of its own may have numbers that no configuration names
         set_dropout(model, options.dropout)
     if options.gradient_checkpointing:  # not reentrant: works with frozen embeddings (LoRA) too
         # Without dropout no layer's random state need be kept; code of its own may draw in other ways.
         is_random = options.trust_remote_code or has_dropout(model) or has_dropout(model.config)
-        how = {"use_reentrant": False, "preserve_rng_state": is_random}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": is_random}
+        )
     # A router loss is over all tokens in all layers.
     if auto_class is not AutoModelForCausalLM or not router_coefficient(model):
         narrow_last_layer(model)
     return model
+
+
+def keep_composite(model: PreTrainedModel, config: PreTrainedConfig, auto_class: Any) -> None:
+    """Have an export of a part carry the configuration of the whole where `auto_class` takes no other."""
+    known = auto_class._model_mapping
+    if type(model.config) not in known and type(config) in known:
+        model.composite_config = config
+
+
+def _untie(name_or_path: str, model: PreTrainedModel) -> None:
+    """Have the configuration say what transformers made of weights: a head that differs from the embeddings
+    is not tied to them.
+    """
+    head, text = model.get_output_embeddings(), model.config.get_text_config()
+    is_apart = head is not None and head.weight is not model.get_input_embeddings().weight
+    if is_apart and getattr(text, "tie_word_embeddings", False):
+        text.tie_word_embeddings = model.config.tie_word_embeddings = False
+        distributed.say_once(
+            f"note: {name_or_path}: its config.json ties the output head to the embeddings, and its weights "
+            "have two that differ: they are trained and exported apart"
+        )
 
 
 def _grow_vocabulary(model: PreTrainedModel, num_tokens: int, multiple: int) -> None:
@@ -285,6 +323,22 @@ def init_weight(parameter: nn.Parameter, name: str, *, std: float, seed: int) ->
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             noise = torch.randn(parameter.shape, generator=generator) * std
             parameter.copy_(noise.to(parameter.device, parameter.dtype))
+
+
+def length_limit(config: PreTrainedConfig, default: int = sys.maxsize) -> tuple[int, str]:
+    """Return how many tokens a row may have, and of what there are no more; `default` where nothing ends."""
+    text = config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    limits = {
+        "positions": getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None),
+        "tokens of its keep_window_size, beyond which padding counts": getattr(
+            text, "keep_window_size", None
+        ),
+    }
+    if rope.get("rope_type") == "longrope":  # all tokens of a row or of a batch, when its longest passes that
+        name = "original_max_position_embeddings, beyond which all rotary factors are others"
+        limits[name] = rope["original_max_position_embeddings"]
+    return min(((limit, name) for name, limit in limits.items() if limit), default=(default, ""))
 
 
 def load_causal_lm(options: ModelOptions, num_tokens: int) -> PreTrainedModel:

@@ -4,7 +4,6 @@ It has a layer of each kind, two at least, and is as narrow as its configuration
 """
 
 import copy
-import itertools
 import re
 from collections.abc import Callable
 from itertools import chain
@@ -32,12 +31,15 @@ _MOST = {
     r"n_groups$": 1,
     r"max_position_embeddings|n_positions": 512,
 }
+# Numbers of tokens that a layer sees, which a row of a few is to pass; noise of routers, which is to be seen.
+_WINDOW = re.compile(r"(sliding|attention)_(window|chunk)(_size)?$")
+_MOST_WINDOW, _NOISE = 4, 0.5
 _MEASURED: dict[Any, Any] = {}
 _REPLICAS: list[PreTrainedModel] = []  # of the measurement that runs
 
 
 def measure_once(measure: Callable[..., Any], config: PreTrainedConfig, *more: Any) -> Any:
-    """What `measure(config, *more)` says of a copy of the configuration, which it is asked once."""
+    """The result of `measure(config, *more)` for a copy of the configuration; kept in this process."""
     key = measure, type(config), config.to_json_string(use_diff=False), more
     if key not in _MEASURED:
         # Whoever loads the model may want no gradients; the probe does.
@@ -50,10 +52,10 @@ def measure_once(measure: Callable[..., Any], config: PreTrainedConfig, *more: A
     return _MEASURED[key]
 
 
-def build_replica(auto_class: Any, config: PreTrainedConfig, **how: Any) -> PreTrainedModel:
+def build_replica(auto_class: Any, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     """A random model in fp32 on the CPU, in eval mode, whose numbers show each of its weights.
 
-    `how` goes to `auto_class.from_config`. Moves no random state. Raises what the family's own code does
+    `options` go to `auto_class.from_config`. Moves no random state. Raises what the family's own code does
     where it cannot be small.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -62,12 +64,12 @@ def build_replica(auto_class: Any, config: PreTrainedConfig, **how: Any) -> PreT
             if change:
                 change(config)
             with torch.device("meta"):
-                model = auto_class.from_config(copy.deepcopy(config), **how)
+                model = auto_class.from_config(copy.deepcopy(config), **options)
             if sum(parameter.numel() for parameter in model.parameters()) <= MAX_PARAMETERS:
                 break
             assert change or model.num_parameters() < 8 * MAX_PARAMETERS, "it cannot be made small"
         with torch.device("cpu"):
-            model = auto_class.from_config(config, dtype=torch.float32, **how).eval()
+            model = auto_class.from_config(config, dtype=torch.float32, **options).eval()
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
@@ -82,11 +84,14 @@ def _shorten(config: PreTrainedConfig) -> None:
     for part in _parts(config):
         numbers = vars(part)
         numbers |= {name: min(numbers[name] or 0, 1) for name in _FIRST & numbers.keys()}
+        numbers |= {n: min(x, _MOST_WINDOW) for n, x in numbers.items() if x and _WINDOW.match(n)}
+        numbers |= {n: _NOISE for n, x in numbers.items() if x and "jitter" in n}
         num_layers = max((numbers[name] or 0 for name in _LAYERS & numbers.keys()), default=0)
         if num_layers <= 2:
             continue
         lists = {name: value for name, value in numbers.items() if isinstance(value, list)}
-        numbered = {name: value for name, value in lists.items() if _names_layers(value)}
+        whole = {n: x for n, x in lists.items() if len(x) > 1 and all(type(item) is int for item in x)}
+        numbered = {name: x for name, x in whole.items() if sorted(set(x)) == x}  # rising: they name layers
         by_layer = {n: x for n, x in lists.items() if len(x) == num_layers and n not in numbered}
         kinds = [
             (*(str(x[layer]) for x in by_layer.values()), *(layer in x for x in numbered.values()))
@@ -106,12 +111,6 @@ def _shorten(config: PreTrainedConfig) -> None:
             layers = part._heterogeneity_spec.per_layer_overrides
             own = {place: layers[layer] for place, layer in enumerate(kept) if layer in layers}
             part._heterogeneity_spec.per_layer_overrides = own
-
-
-def _names_layers(items: list[Any]) -> bool:
-    """Whether a list holds rising whole numbers."""
-    are_whole = all(type(item) is int for item in items)
-    return are_whole and len(items) > 1 and all(a < b for a, b in itertools.pairwise(items))
 
 
 def _narrow(config: PreTrainedConfig) -> None:

@@ -31,8 +31,8 @@ def find_template(
     args.template = given or recorded or (ChatTemplate.name if tokenizer.chat_template else DEFAULT_TEMPLATE)
     if args.template == recorded:
         args.chat_template_kwargs = args.chat_template_kwargs or record.get("chat_template_kwargs", "")
-    notes = []
-    try:
+    template, notes = None, []
+    with problems.catch(f"{flag} {name_or_path}: "):
         try:
             template = build_template(args.template, tokenizer, args.chat_template_kwargs)
         except OtherEndOfTurn as error:
@@ -42,9 +42,6 @@ def find_template(
             notes.append(
                 f"{flag} {name_or_path}: turns end with {error.token!r}, as its chat template has it"
             )
-    except ValueError as error:
-        problems.add(f"{flag} {name_or_path}: {error}")
-        return None, []
     if recorded and recorded != args.template:
         notes.append(
             f"--template {given}: {name_or_path} was trained with --template {recorded}; leave the flag out "

@@ -8,23 +8,30 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from common.data.tokenizer import num_token_ids
 from common.flags.args import Problems
 from common.models.family_probe import probe_family
+from common.models.loading import length_limit
 from common.models.lora import adapted_model_targets
 
 
 def check_family(flag: str, config: Any, args: Any, problems: Problems, *, is_ranker: bool = False) -> None:
-    """Add the problem of a family that our passes do not compute with as its own code does."""
+    """Add the problem of a family that our passes do not compute with as its own code does, and of a
+    classifier where a language model is wanted.
+    """
     if config is None:
         return
+    is_classifier = any("Classification" in name for name in config.architectures or [])
+    problems.check(is_ranker or not is_classifier, f"{flag} is a classifier; give a causal LM")
     auto_class = AutoModelForSequenceClassification if is_ranker else AutoModelForCausalLM
     refusal = probe_family(auto_class, config, trusts_code=args.trust_remote_code).refusal
     problems.check(not refusal, f"{flag}: {refusal}")
 
 
 def check_length(config: Any, num_tokens: int, flags: str, problems: Problems) -> None:
-    """Add a problem when a model has fewer positions than the flags ask for."""
-    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    if limit and num_tokens > limit:
-        problems.add(f"{flags}: {num_tokens} tokens are more than the model's {limit} positions; lower it")
+    """Add a problem when the flags ask for more tokens than a model can have in a row."""
+    if config is None:
+        return
+    limit, name = length_limit(config)
+    text = f"{flags}: {num_tokens} tokens are more than the model's {limit} {name}; lower it"
+    problems.check(num_tokens <= limit, text)
 
 
 def empty_model(config: Any, args: Any, auto_class: Any = AutoModelForCausalLM) -> Any:
@@ -48,7 +55,7 @@ def check_new_tokens(
 
     `lora_flag`: the flag that gives it adapters, empty where it has none.
     """
-    num_rows = config and getattr(config.get_text_config(), "vocab_size", None)
+    num_rows = config and getattr(config.get_text_config(decoder=True), "vocab_size", None)
     if tokenizer is None or not num_rows or num_token_ids(tokenizer) <= num_rows:
         return []
     new = sorted((i, token) for token, i in tokenizer.get_vocab().items() if i >= num_rows)

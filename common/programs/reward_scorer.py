@@ -1,6 +1,5 @@
 """A saved reward model that scores texts: for the reward server, and beside answers."""
 
-import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from common.data.example import Message
 from common.data.packed_batch import pack_rows, score_by_length
 from common.data.tokenizer import num_token_ids
 from common.flags.args import TokenizerArguments
-from common.models.loading import ModelOptions
+from common.models.loading import ModelOptions, length_limit
 from common.models.lora import LoraOptions
 from common.models.model_inputs import build_model_inputs
 from common.models.saved_adapters import base_of, is_adapter
@@ -39,8 +38,7 @@ class RewardScorer:
         GET /health answers.
         """
         self.model, self.batch_size = model, batch_size
-        num_positions = getattr(model.classifier.config, "max_position_embeddings", None)
-        self.max_tokens = max_tokens or num_positions or sys.maxsize
+        self.max_tokens = max_tokens or length_limit(model.classifier.config)[0]
         # A prompt and its continuation, both to the letter: the prompt's own form is already in its text.
         self.template = build_template("plain", tokenizer)
         self.closing_ids = closing_ids

@@ -118,7 +118,7 @@ def save_model(start: Start, logger: RunLogger, module: nn.Module, metadata: dic
 
 
 def facts_at(step: int, facts: dict[str, Any]) -> dict[str, Any]:
-    """What an export at a step says of its run: `facts` without an evaluation that was before training."""
+    """The facts that an export at a step records, without those of an evaluation before training."""
     is_whole = step == 0 or facts.get(EVAL_STEP) != 0
     return facts if is_whole else {name: x for name, x in facts.items() if not name.startswith("eval")}
 

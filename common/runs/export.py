@@ -182,6 +182,7 @@ def _write_model(
     num_rows = max(plain.num_exported_rows, num_token_ids(tokenizer))
     _set_num_rows(plain, state, num_rows)
     exported = copy.copy(plain)  # the same modules, with configurations of its own
+    exported._weight_conversions = None  # as its class is saved, not as its base was: packed, for one
     exported.config = copy.deepcopy(plain.config)
     exported.config.update({"use_cache": True} | changes)
     if getattr(plain, "hf_quantizer", None):  # the weights are unpacked
@@ -193,6 +194,9 @@ def _write_model(
     if getattr(plain, "generation_config", None) is not None:
         exported.generation_config = _savable_generation_config(plain.generation_config, tokenizer)
     exported.save_pretrained(folder, state_dict=state)
+    if composite := copy.deepcopy(getattr(plain, "composite_config", None)):
+        composite.update({"text_config": exported.config, "architectures": exported.config.architectures})
+        composite.save_pretrained(folder)
     _edit(folder / "config.json", add_older_names)
 
 

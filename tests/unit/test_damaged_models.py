@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny_configs import tiny_config
 
 import chat
+from common.models import loading
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.value_model import load_value_model
 from common.runs.export import save_export
@@ -120,6 +121,19 @@ def test_programs_that_only_read_a_model_say_so_in_one_message(
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
         assert f"{folder} has no trained score head; give the export/ folder" in refused()
+
+
+def test_weights_that_stay_quantised_are_refused(save_model, monkeypatch):
+    def load_packed(*args, **more):
+        model = load_weights(*args, **more)
+        model.hf_quantizer = object()
+        return model
+
+    load_weights = loading.load_weights
+    monkeypatch.setattr(loading, "load_weights", load_packed)
+    for loads in (load, load_value):
+        with pytest.raises(ValueError, match="its weights are quantised .* give the model before it was"):
+            loads(save_model())
 
 
 def test_a_whole_number_stays_one_where_dropout_is_set(tmp_path, tiny_tokenizer):

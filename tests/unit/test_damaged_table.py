@@ -126,6 +126,9 @@ BERT = transformers.BertConfig(
     vocab_size=320, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
 )
 T5 = transformers.T5Config(vocab_size=320, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+BART = transformers.BartConfig(
+    vocab_size=320, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16, decoder_ffn_dim=16
+)
 INDEX = {"metadata": {}, "weight_map": {UP: "model-00002-of-00002.safetensors"}}
 ADAPTER, FACTORS = "adapter_config.json", "adapter_model.safetensors"
 CASES: dict[str, tuple[Damage, int, str]] = {
@@ -146,6 +149,13 @@ CASES: dict[str, tuple[Damage, int, str]] = {
     "unknown attention function": (config(hidden_act="gelou"), 2, "gelou"),
     "biases left out": (config(attention_bias=True), 2, "its weights lack 8 of"),
     "an encoder and a decoder": (other_model("AutoModel", T5), 2, "Unrecognized configuration class"),
+    "an encoder that a decoder hides": (
+        other_model("AutoModelForSeq2SeqLM", BART), 2, "has an encoder and a decoder; give a model of"),
+    "a classifier": (
+        other_model("AutoModelForSequenceClassification", tiny_config("llama", 320)), 2, "is a classifier"),
+    "a model without its head": (
+        other_model("AutoModel", tiny_config("llama", 320)), 0, "no output head: lm_head.weight is new"),
+    "a head apart that is said to be tied": (config(tie_word_embeddings=True), 0, "have two that differ"),
     "a bidirectional encoder": (
         other_model("AutoModelForMaskedLM", BERT), 2, "the family bert cannot be used here"),
     # ---- weights
@@ -164,6 +174,9 @@ CASES: dict[str, tuple[Damage, int, str]] = {
     "infinity in a weight": (weight(HEAD, spoilt(torch.inf)), 2, f"{HEAD} has numbers that are NaN"),
     "NaN in a norm": (weight("model.norm.weight", spoilt(torch.nan)), 2, "model.norm.weight has numbers"),
     "8-bit integers": (weight(UP, lambda x: (x * 1000).to(torch.int8)), 2, f"{UP} has integers"),
+    "8-bit numbers that nothing scales": (
+        weights(lambda w: {n: x.to(torch.float8_e4m3fn) for n, x in w.items()} | {f"{UP}_scale_inv": w[UP]}),
+        2, "up_proj.weight_scale_inv"),
     "packed 4-bit integers": (weight(UP, lambda x: (x * 1000).to(torch.uint8)), 2, "quantization_config"),
     "integers as numbers": (weight(UP, lambda x: (x * 1000).round()), 2, f"{UP} has integers"),
     "a pickle that holds a program": (pickled(print), 2, "its weights are a pickle that holds more than"),

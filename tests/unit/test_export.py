@@ -9,8 +9,14 @@ import torch
 from disk_limit import files_up_to
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
 from plain_logits import compute_logits
+from safetensors.torch import load_file, save_file
 from tiny_configs import FAMILIES
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+)
 
 from common.data.tokenizer import load_tokenizer
 from common.flags.args import Problems
@@ -158,6 +164,27 @@ def test_no_adapter_is_written_when_more_was_trained(tiny_model_folder, tmp_path
     model = add_lora(model, LoraOptions(2, only_optimize_lora=False))
     save_adapter(tmp_path / "a", model, tiny_tokenizer, {})
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_weights_that_were_unpacked_are_exported_as_they_are(method, tiny_tokenizer, tmp_path):
+    config = LlamaConfig(vocab_size=320, hidden_size=128, intermediate_size=128, num_hidden_layers=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    for name in [name for name in weights if "proj" in name and method == "fp8"]:
+        scale = weights[name].abs().max() / 448
+        weights[f"{name}_scale_inv"] = scale.view(1, 1)
+        weights[name] = (weights[name] / scale).to(torch.float8_e4m3fn)
+    save_file(weights, path, {"format": "pt"})
+    scheme = {"quant_method": method} | ({"weight_block_size": [128, 128]} if method == "fp8" else {})
+    said = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": scheme}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    model = load_causal_lm(ModelOptions(str(tmp_path)), 320).eval()
+    save_export(tmp_path / "export", model, tiny_tokenizer)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
+    ids = torch.arange(3, 12)[None]
+    torch.testing.assert_close(read(ids).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Families are measured on a small random model: what is right is used, what is wrong named before a load."""
 
 import copy
+import sys
 import time
 
 import pytest
@@ -19,6 +20,7 @@ from common.models.loading import ModelOptions, load_causal_lm, load_pretrained
 from common.models.output_head import LogitOptions
 from common.models.replica import build_replica
 from common.models.value_model import load_value_model
+from common.programs.model_checks import check_length
 from serving.answering import AnsweringArguments, load_template
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.checks import check_generation
@@ -48,8 +50,9 @@ def policy_probe(family: str, **more):
         (config_of("bert", is_decoder=True), "its head is more than a matrix"),
         (transformers.CpmAntConfig(**_CPM), "padded rows: off by"),
         (config_of("rwkv", attention_hidden_size=32), "that pass changes its weights"),
+        (config_of("phimoe", num_key_value_heads=2, num_local_experts=4), "0 as its router_jitter_noise"),
     ],
-    ids=["modernbert", "roberta", "bert", "cpmant", "rwkv"],
+    ids=["modernbert", "roberta", "bert", "cpmant", "rwkv", "phimoe"],
 )
 def test_a_family_that_we_compute_otherwise_is_refused_by_its_name(config, words, tmp_path):
     refusal = probe_family(AutoModelForCausalLM, config).refusal
@@ -93,6 +96,29 @@ def test_a_mistake_of_ours_is_measured_too(of, wrong, monkeypatch):
     monkeypatch.setattr(of, wrong)
     probe = family_probe._measure(config, AutoModelForCausalLM, False)
     assert probe.refusal or not probe.packs
+
+
+_LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "limit", "words"),
+    [
+        (config_of("llama", max_position_embeddings=64), 64, "64 positions"),
+        (AutoConfig.for_model("gpt2", n_positions=64), 64, "64 positions"),
+        (AutoConfig.for_model("gemma3"), 131072, "131072 positions"),
+        (config_of("phi3", original_max_position_embeddings=16, rope_scaling=_LONG), 16, "rotary factors"),
+        (config_of("doge", keep_window_size=32), 32, "32 tokens of its keep_window_size"),
+        (config_of("bloom"), sys.maxsize - 1, ""),
+    ],
+    ids=["llama", "gpt2", "gemma3", "phi3", "doge", "bloom"],
+)
+def test_rows_are_no_longer_than_a_family_computes_alike(config, limit, words):
+    for num_tokens in (limit, limit + 1):
+        problems = Problems()
+        check_length(config, num_tokens, "--max_seq_len", problems)
+        assert bool(problems.messages) == (num_tokens > limit and bool(words))
+    assert words in "".join(problems.messages)
 
 
 # ---- generation
@@ -152,6 +178,7 @@ def test_a_large_model_is_tried_in_small(family):
     began = time.perf_counter()
     probe = probe_family(AutoModelForCausalLM, config)
     assert (probe.refusal, probe.note) == ("", "")
+    assert not (family == "llama4" and why_not_generated(config))  # its chunks are cut in slots too
     assert time.perf_counter() - began < 20  # 0.05 to 0.2 s on a free machine
     assert config.to_dict() == AutoConfig.for_model(family).to_dict()  # untouched
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from plain_logits import compute_logits, plain_logprobs
 from tiny_configs import CONFIGS, tiny_config
-from transformers import AutoModelForCausalLM, GPTNeoForCausalLM
+from transformers import AutoModelForCausalLM, Llama4TextConfig
 
 from common.data.packed_batch import pad_sequences
 from common.generation.decode import DecodeGraphs, DecodeStep, SamplingOptions
@@ -160,14 +160,26 @@ def test_a_token_is_that_of_the_sampler_at_its_sample_and_position(tiny_model_fo
         assert out.response_ids[:, position].equal(expected)
 
 
-def test_gpt_neo_beyond_its_window_is_refused():
-    config = tiny_config("gpt_neo", 64)
+_LLAMA4 = {"intermediate_size_mlp": 64, "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}
+_LLAMA4 |= {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+_LLAMA4 |= {"vocab_size": 64, "layer_types": ["chunked_attention", "full_attention"], "pad_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (tiny_config("gpt_neo", 64), "local layers see 8 tokens"),
+        (Llama4TextConfig(**_LLAMA4, floor_scale=9), "layers without rotary positions scale nothing for 8"),
+    ],
+    ids=["gpt_neo", "llama4"],
+)
+def test_layers_that_count_tokens_of_their_own_are_refused_beyond_a_limit(config, words):
     config.window_size = 8
-    generator = Generator(share_weights(GPTNeoForCausalLM(config).eval()))
+    generator = Generator(share_weights(AutoModelForCausalLM.from_config(config).eval()))
     inputs = torch.randint(3, 64, (1, 4)), torch.ones(1, 4).bool(), torch.zeros(1, dtype=torch.int64)
     found = generator.generate(*inputs, options(max_new_tokens=4, stop_token_id=-1))
     assert found.response_ids.shape == (1, 4)
-    with pytest.raises(ValueError, match="local layers see 8 tokens .* may have 9.* leave out"):
+    with pytest.raises(ValueError, match=f"{words} .* may have 9.* leave out"):
         generator.generate(*inputs, options(max_new_tokens=5))
 
 

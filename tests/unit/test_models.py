@@ -69,6 +69,15 @@ def test_dropout_of_a_part_is_set_and_other_noise_only_turned_off():
         assert config.ffn_config.moe_jitter_eps == (0.2 if dropout else 0.0)
 
 
+def test_the_embedding_of_pad_is_trained_where_a_row_has_it(tmp_path):
+    config = tiny_config("llama", 64)
+    config.pad_token_id = 5
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = load_causal_lm(ModelOptions(str(tmp_path)), 64)
+    model(input_ids=torch.tensor([[3, 5, 7]])).logits.sum().backward()
+    assert model.get_input_embeddings().weight.grad[5].abs().max() > 0
+
+
 def test_a_dropout_that_no_configuration_names_is_set_too(tiny_model_folder, monkeypatch):
     """Remote code may have a number of its own, in a module or for torch's function."""
 
