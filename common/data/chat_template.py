@@ -19,7 +19,7 @@ from common.data.dialogue import (
     Segment,
     Template,
 )
-from common.data.example import BadRow, Message, RewritesPast
+from common.data.example import BadRow, Message, RewritesPast, Turn
 
 GAP = " ... "  # in place of the middle that a question has lost
 BORDER_TOKENS = 4  # that may come out otherwise at the sides of a gap
@@ -95,11 +95,14 @@ class ChatTemplate(Template):
     @property
     def chat_template(self) -> Any:
         """See `Template.chat_template`; variables that a caller does not give have the values of training."""
-        defaults = [
+        defaults = "".join(
             f"{{%- if {name} is not defined -%}}{{%- set {name} = {json.dumps(value)} -%}}{{%- endif -%}}"
             for name, value in self._variables.items()
-        ]
-        return "".join(defaults) + self.tokenizer.chat_template if defaults else self.tokenizer.chat_template
+        )
+        template = self.tokenizer.chat_template
+        if isinstance(template, dict):  # by name: one for dialogues with tools
+            return {name: defaults + text for name, text in template.items()}
+        return defaults + template
 
     def _segments(
         self, prompt: tuple[Message, ...], reply: Message | None, learn_all_turns: bool, tools: str
@@ -212,10 +215,10 @@ class ChatTemplate(Template):
             raise BadRow(f"the chat template refuses this dialogue: {error}") from error
 
     def _turn(self, message: Message) -> dict[str, Any]:
-        """A message as the template reads it; white space around its text is dropped."""
-        turn = message.as_dict() | {"content": message.content.strip()}
-        if message.role == "assistant":
-            turn["content"] = self._without_eot(turn["content"]).strip()
+        """A message as the template reads it: a row's turn to the letter, else without white space around."""
+        content = self._without_eot(message.content) if message.role == "assistant" else message.content
+        is_to_the_letter = isinstance(message, Turn)
+        turn = message.as_dict() | {"content": content if is_to_the_letter else content.strip()}
         if self._thought_key and "reasoning_content" in turn:
             turn[self._thought_key] = turn.pop("reasoning_content")
         return turn

@@ -1,6 +1,6 @@
 """What is learned by chat templates of today: the text is committed, and transformers renders the same.
 
-`python tests/unit/test_chat_templates.py` writes the texts in chat_templates/ again.
+`PYTHONPATH=. python tests/unit/test_chat_templates.py` writes the texts in chat_templates/ again.
 """
 
 import functools
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from common.data.adapters.row_forms import read_row
 from common.data.chat_template import build_template
 from common.data.data_options import DataOptions
 from common.data.example import BadRow, Example, Message
@@ -36,6 +37,10 @@ CONVERSATIONS = {
     "a system message": ([("system", "Be brief."), *TURNS], {}),
     "a thought in the text": ([TURNS[0], ("assistant", "<think>\nThe sun shines.\n</think>\n\nYes.")], {}),
     "a thought by itself": ([TURNS[0], ("assistant", "Yes.", {"reasoning_content": "The sun shines."})], {}),
+    "white space around turns": (
+        [("user", " Is it warm?\n\n"), ("assistant", "\n  Yes. "), ("user", "And\t"), ("assistant", "No.\n")],
+        {},
+    ),
     "a call of a tool": (
         [
             TURNS[0],
@@ -63,9 +68,7 @@ def turns_of(said) -> list[dict]:
 
 def rows_of(tokenizer, said, tools=()) -> tuple[list[dict], DataReport]:
     """Rows of step 1 of a conversation whose replies are all learned."""
-    *prompt, reply = map(Message.from_dict, turns_of(said))
-    text = json.dumps(list(tools)) if tools else ""
-    example = Example(prompt=tuple(prompt), chosen=reply, learn_all_turns=True, tools=text)
+    (example,) = read_row({"messages": turns_of(said)} | ({"tools": list(tools)} if tools else {}))
     report = DataReport("sft")
     builder = RowBuilder(build_template("chat", tokenizer), DataOptions([], 1, max_tokens=10_000), report)
     return builder.build([Item(example, "row", "rows:1")]), report
@@ -150,6 +153,15 @@ def test_other_programs_render_an_export_with_the_variables_of_training(make_tok
     ask = functools.partial(tokenizer.apply_chat_template, turns_of(TURNS[:1]), tokenize=False)
     assert ask(add_generation_prompt=True) == expected and expected.endswith("<think></think>")
     assert ask(add_generation_prompt=True, enable_thinking=True).endswith("<think>\n")
+
+
+def test_templates_by_name_have_the_variables_of_training_too(make_tokenizer):
+    tokenizer = build_tokenizer("chatml", make_tokenizer)
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "{{ thinks }}"}
+    by_name = build_template("chat", tokenizer, '{"thinks": true}').chat_template
+    assert by_name.keys() == tokenizer.chat_template.keys()
+    tokenizer.chat_template = by_name
+    assert tokenizer.apply_chat_template(turns_of(TURNS), tools=[WEATHER], tokenize=False) == "True"
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen3"])

@@ -20,7 +20,7 @@ LONGEST_LIST = 8  # columns that a message names
 # The names that public data sets have for a column of a form; the first that is there counts.
 COLUMN_NAMES = {
     "messages": ("messages", "conversations", "conversation"),
-    "prompt": ("prompt", "instruction", "question", "query", "context"),
+    "prompt": ("prompt", "instruction", "question", "query", "input", "context"),
     "input": ("input", "context"),
     "system": ("system", "system_prompt"),
     "tools": ("tools", "functions"),

@@ -273,8 +273,9 @@ def check_end(column: str, last: Message) -> None:
 
 
 def reply_of(message: Message) -> str | Message:
-    """A reply as an Example holds it: its text, or the message where it has more than text."""
-    return message if message.extras else message.content
+    """A reply as an Example holds it: its text, or the message where it has more, as outer white space."""
+    has_more = bool(message.extras) or message.content != message.content.strip()
+    return message if has_more else message.content
 
 
 def spoken(messages: Sequence[Message]) -> list[tuple[str, str]]:
