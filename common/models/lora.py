@@ -18,7 +18,6 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -66,13 +65,13 @@ def linear_module_names(model: nn.Module) -> list[str]:
 
 
 def stacked_names(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that are several matrices each, such as those of experts."""
-    kernels = {id(m.weight) for m in model.modules() if isinstance(m, _ConvNd)}
-    shapes = {n: whole_shape(p) for n, p in model.named_parameters() if id(p) not in kernels}
+    """Return the names of the parameters that are the matrices of several experts."""
     return [
-        name.replace(".base_layer", "")
-        for name, shape in shapes.items()
-        if len(shape) == 3 and min(shape) > 1
+        f"{owner}.{name}".replace(".base_layer", "")
+        for owner, module in model.named_modules()
+        if "Experts" in type(module).__name__
+        for name, parameter in module.named_parameters(recurse=False)
+        if len(whole_shape(parameter)) == 3
     ]
 
 
