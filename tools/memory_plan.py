@@ -226,7 +226,9 @@ def trace_activations(model: PlannedModel, dtype: str, length: int) -> Activatio
     """
     # transformers would make one to be safe: fake positions do not tell it that nothing is packed.
     whole = mock.patch("transformers.masking_utils.find_packed_sequence_indices", lambda positions: None)
-    with FakeTensorMode(), whole:
+    # Fake tensors have no grouped product in fp32.
+    grouped = mock.patch("transformers.integrations.moe._can_use_grouped_mm", lambda *_: dtype != "fp32")
+    with FakeTensorMode(), whole, grouped:
         one, two = (_trace(model.plain, dtype, length, num_layers) for num_layers in (1, 2))
     by_layer = two.saved_by_layer - one.saved_by_layer
     return two._replace(saved_by_layer=by_layer, saved_outside=one.saved_by_layer - by_layer)
