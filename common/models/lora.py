@@ -118,25 +118,28 @@ def _new_config(model: PreTrainedModel, options: LoraOptions) -> LoraConfig:
     PEFT takes a linear layer for experts of transformers 4 where its name is one that they had: such a layer
     is named by its weight, as stacked matrices are.
     """
-    targets, stacked = adapted_model_targets(model, options.module_name), stacked_names(model)
-    renamed = renamed_layers(model, targets)
-    modules = [n for n in targets if n not in stacked and n not in renamed]
-    parameters = [f"{n}.weight" for n in renamed] + [n for n in targets if n in stacked]
-    alpha, none = options.alpha or float(options.dim), None
-    more = {"target_modules": modules, "target_parameters": parameters or none, "bias": "none"}
-    return LoraConfig(r=options.dim, lora_alpha=alpha, **more)
+    targets, stacked = adapted_model_targets(model, options.module_name), set(stacked_names(model))
+    layers = [name for name in targets if name not in stacked]
+    renamed = _taken_for_experts(model, layers)
+    parameters = [f"{name}.weight" for name in renamed] + [name for name in targets if name in stacked]
+    return LoraConfig(
+        r=options.dim,
+        lora_alpha=options.alpha or float(options.dim),
+        target_modules=[name for name in layers if name not in renamed],
+        target_parameters=parameters or None,
+        bias="none",
+    )
 
 
-def renamed_layers(model: PreTrainedModel, targets: list[str]) -> list[str]:
-    """Return the linear layers among targets that PEFT would take for experts, by the last word of a name."""
-    words = {name.rpartition(".")[2] for name in targets}
+def _taken_for_experts(model: PreTrainedModel, layers: list[str]) -> list[str]:
+    """Return the layers that PEFT would rename, by the last words of their names."""
+    words = {name.rpartition(".")[2] for name in layers}
     for word in list(words):
         config = LoraConfig(target_modules=[word])
         with suppress(ValueError):  # it is one of two that are fused
             convert_peft_config_for_transformers(config, model, None)
             words -= set(config.target_modules)
-    linear = linear_module_names(model)
-    return [name for name in targets if name in linear and name.rpartition(".")[2] in words]
+    return [name for name in layers if name.rpartition(".")[2] in words]
 
 
 def build_lora(model: PreTrainedModel, options: LoraOptions) -> nn.Module:

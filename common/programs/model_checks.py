@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from common.data.tokenizer import num_token_ids
 from common.flags.args import Problems
 from common.models.family_probe import probe_family
-from common.models.lora import adapted_model_targets, renamed_layers
+from common.models.lora import adapted_model_targets
 
 
 def check_family(flag: str, config: Any, args: Any, problems: Problems, *, is_ranker: bool = False) -> None:
@@ -34,17 +34,11 @@ def empty_model(config: Any, args: Any, auto_class: Any = AutoModelForCausalLM) 
 
 
 def check_lora(flag: str, config: Any, module_name: str, args: Any, problems: Problems) -> None:
-    """Add a problem when `module_name` is in no name, or means layers that PEFT cannot adapt in 4 bits."""
-    if config is None or (module_name == "auto" and not args.load_in_4bit):
+    """Add a problem when `module_name` means no matrix of the model."""
+    if config is None or module_name == "auto":
         return
     with problems.catch():
-        model = empty_model(config, args)
-        renamed = renamed_layers(model, adapted_model_targets(model, module_name, flag))
-        if args.load_in_4bit and renamed:
-            problems.add(
-                f"--load_in_4bit packs {len(renamed)} linear layers, such as {renamed[0]}, that PEFT adapts "
-                f"only unpacked, as it does experts; leave it out, or give {flag} self_attn"
-            )
+        adapted_model_targets(empty_model(config, args), module_name, flag)
 
 
 def check_new_tokens(

@@ -98,19 +98,6 @@ def test_a_name_that_is_nowhere_names_the_experts_too():
     assert "'fc1' matches no linear layer and no stacked matrix" in problem and "gate_up_proj" in problem
 
 
-def test_layers_that_peft_adapts_unpacked_alone_are_refused_in_4_bits():
-    def check(family: str, module_name: str) -> list[str]:
-        problems = Problems()
-        flags = sft_flags(lora_dim=2, load_in_4bit=True)
-        check_lora("--lora_module_name", tiny_config(family, 320), module_name, flags, problems)
-        return problems.messages
-
-    [problem] = check("deepseek_v3", "auto")
-    assert "packs 6 linear layers, such as model.layers.0.mlp.gate_proj" in problem
-    assert "give --lora_module_name self_attn" in problem
-    assert check("deepseek_v3", "self_attn") == check("qwen3_moe", ".") == check("qwen2_moe", "auto") == []
-
-
 def add_moved(folder: Path, **more):
     """Return the model with adapters that move it far."""
     model = adapted(folder, alpha=3.0, **more).eval()
