@@ -54,8 +54,8 @@ LORA = (
     (2, 3, ("gpt2",), (1, 2)),
     (2, 0, ("falcon_new",), (2,)),
     (4, 3, ("llama",), (2,)),
-    (2, 3, ("mixtral", "gpt_oss"), (1,)),
-    (2, 0, ("qwen3_moe", "deepseek_v3"), (1,)),
+    (2, 3, ("mixtral", "gpt_oss", "deepseek_v3"), (1,)),
+    (2, 0, ("qwen3_moe", "gpt_oss"), (1,)),
 )
 # tensor-parallel size -> (slots, 0: the default; whether the prompts change places)
 SLOTS_OF_SIZE = {1: ((0, False), (3, True)), 2: ((3, False), (0, True)), 4: ((1, False), (3, True))}

@@ -192,7 +192,7 @@ def make_jobs() -> list[Job]:
     for step, tp in ((1, None), (3, 1)):
         mixture = Job(step, 3, family="mixtral", tp=tp)
         jobs += [mixture.reference, mixture]
-    for step, zero, tp in ((1, 0, None), (1, 3, None), (2, 3, None), (3, 2, None), (3, 3, 1)):
+    for step, zero, tp in ((1, 0, None), (1, 3, None), (2, 3, None), (3, 2, None), (3, 3, 1), (3, 3, 0)):
         mixture = Job(step, zero, True, family="mixtral", tp=tp)
         jobs += [mixture.reference] * (mixture.reference not in jobs) + [mixture]
     muon = {"optimizer": "muon:1e-3"}
