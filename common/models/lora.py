@@ -195,9 +195,9 @@ def _reach(adapted: nn.Module) -> str:
     text = f"the adapters reach {len(reached)} matrices, {sum(sizes[n] for n in reached) / total:.1%}"
     text += f" of the {total:,} weights of {plain_model(adapted).config.model_type}"
     if others:
-        text += f"; {sum(sizes[name] for name in others) / total:.1%} are stacked matrices, such as experts, "
-        text += "which they do not reach: the "
-        text += f"module name {others[0].split('.')[-2]!r} means them, and '.' all matrices"
+        share, part = sum(sizes[name] for name in others) / total, others[0].split(".")[-2]
+        text += f"; {share:.1%} are stacked matrices, such as experts, which they do not reach: the module "
+        text += f"name {part!r} means them, and '.' all matrices"
     return text
 
 
@@ -327,7 +327,8 @@ def trained_weights(model: nn.Module) -> dict[str, TrainedWeight]:
         if name in layers:
             layer = layers[name]
             factors = (layer.lora_A["default"].weight, layer.lora_B["default"].weight)
-            is_transposed = layer.fan_in_fan_out or getattr(layer.get_base_layer(), "is_transposed", False)
+            is_conv1d = getattr(layer, "fan_in_fan_out", False)
+            is_transposed = is_conv1d or getattr(layer.get_base_layer(), "is_transposed", False)
             num_stacked = getattr(layer, "num_experts", 1)
             how = layer.scaling["default"], bool(is_transposed), packing, num_stacked
             weights[name] = TrainedWeight(parameter, *factors, *how)
