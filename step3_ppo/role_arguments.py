@@ -73,7 +73,7 @@ class RoleArguments:
     actor_lora_dim: int = flag(0, "rank of the actor's adapters; 0: no LoRA", low=0, high=2**16)
     actor_lora_module_name: str = flag(
         "auto",
-        "adapt the actor's linear layers whose name has this, or this regular expression",
+        "adapt the actor's linear layers and experts whose name has this, or this regular expression",
         only_with="actor_lora_dim",
     )
     actor_lora_learning_rate: float = flag(
@@ -82,7 +82,7 @@ class RoleArguments:
     critic_lora_dim: int = flag(0, "rank of the critic's adapters; 0: no LoRA", low=0, high=2**16)
     critic_lora_module_name: str = flag(
         "auto",
-        "adapt the critic's linear layers whose name has this, or this regular expression",
+        "adapt the critic's linear layers and experts whose name has this, or this regular expression",
         only_with="critic_lora_dim",
     )
     critic_lora_learning_rate: float = flag(

@@ -16,6 +16,7 @@ def build_tiny_engine(
     *,
     num_tokens: int = 320,
     smallest_sharded: int | None = 0,
+    lora_names: str = "auto",
     **options: Any,
 ) -> Any:
     """Return an engine; stage 3 shards parameters from `smallest_sharded` elements on, None: by default."""
@@ -25,7 +26,7 @@ def build_tiny_engine(
     dtype = options.get("dtype", "fp32")
     model = load_causal_lm(ModelOptions(folder, dtype=dtype, dropout=0.0, ds_config=ds_config), num_tokens)
     return build_engine(
-        add_lora(model, LoraOptions(dim=lora_dim, alpha=3 * lora_dim)),
+        add_lora(model, LoraOptions(lora_dim, 3 * lora_dim, lora_names)),
         ds_config,
         SFTArguments(learning_rate=1e-2, lora_learning_rate=1e-2, lr_scheduler_type="constant"),
         100,

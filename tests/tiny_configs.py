@@ -37,6 +37,20 @@ CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3_moe": (transformers.Qwen3MoeConfig, _MIXTURE | {"head_dim": 8}),
 }
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+# Experts whose matrices lie the other way round, with biases; linear layers that are named like experts.
+EXPERTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 6},
+    ),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        _MLP
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+        | {"moe_intermediate_size": 32, "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8}
+        | {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
+    ),
+}
 # Their dropouts have other names, or are layer drop or router jitter.
 _GPT_NEO = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
 NOISY: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -77,6 +91,6 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def tiny_config(family: str, vocab_size: int) -> Any:
     """Return the configuration; its BOS and EOS are token 0."""
-    maker, options = (CONFIGS | NOISY | VARIANTS)[family]
+    maker, options = (CONFIGS | EXPERTS | NOISY | VARIANTS)[family]
     tokens = {"vocab_size": vocab_size, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
     return maker(**(tokens | options))

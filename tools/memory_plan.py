@@ -226,7 +226,9 @@ def trace_activations(model: PlannedModel, dtype: str, length: int) -> Activatio
     """
     # transformers would make one to be safe: fake positions do not tell it that nothing is packed.
     whole = mock.patch("transformers.masking_utils.find_packed_sequence_indices", lambda positions: None)
-    with FakeTensorMode(), whole:
+    # Fake tensors have no grouped product in fp32.
+    grouped = mock.patch("transformers.integrations.moe._can_use_grouped_mm", lambda *_: dtype != "fp32")
+    with FakeTensorMode(), whole, grouped:
         one, two = (_trace(model.plain, dtype, length, num_layers) for num_layers in (1, 2))
     by_layer = two.saved_by_layer - one.saved_by_layer
     return two._replace(saved_by_layer=by_layer, saved_outside=one.saved_by_layer - by_layer)
@@ -300,6 +302,8 @@ def _hold_activations(run: Run, role: Role, verb: str, moment: Moment) -> None:
     num_tokens = run.tokens_per_score if verb == "score" else run.tokens_per_pass
     num_sequences = num_tokens / run.length
     states = num_tokens * model.hidden_size * run.num_bytes  # between two layers
+    # PEFT adds adapters to a layer's stacked experts in each pass, and the backward pass wants the sum.
+    sums = run.num_bytes * model.num_in_stacks / model.num_layers
     if verb == "backward":
         inside, outside = num_sequences * traced.saved_by_layer, num_sequences * traced.saved_outside
         work = num_sequences * traced.backward_work
@@ -308,11 +312,12 @@ def _hold_activations(run: Run, role: Role, verb: str, moment: Moment) -> None:
             held = outside + model.num_layers * states + max(work + inside, head)
         else:
             held = outside + model.num_layers * inside + max(work, head)
+        held += sums * (0.5 + (1 if role.is_checkpointed else model.num_layers))  # 0.5: gradients of sums
     elif verb == "reduce":
         held = num_sequences * traced.backward_work
     else:
         head = head_bytes(run, role, num_tokens, is_training=False)
-        held = max(num_sequences * traced.forward_peak, 2 * states + head)
+        held = max(num_sequences * traced.forward_peak, 2 * states + head) + sums
     moment.hold(role.name, "activations", held)
 
 

@@ -42,7 +42,7 @@ SHAPES = Path(__file__).resolve().parents[1] / "training_scripts/model_shapes.js
 class PlannedModel:
     """A model without weights: `plain` of transformers, and `module`, which has the adapters of `lora`.
 
-    Raises ValueError for a classifier without a `score` head, and where no linear layer would get an adapter.
+    Raises ValueError for a classifier without a `score` head, and where nothing would get an adapter.
     """
 
     def __init__(self, plain: PreTrainedModel, lora: LoraOptions | None = None, path: str = "") -> None:
@@ -61,6 +61,8 @@ class PlannedModel:
         self.num_in_matrices, self.largest_matrix = sum(in_matrices), max(in_matrices, default=0)
         self.linear_names = linear_module_names(plain)
         self.num_in_linear = sum(plain.get_submodule(n).weight.numel() for n in self.linear_names)
+        stacks = (w for w in trained_weights(self.module).values() if w.num_stacked > 1)
+        self.num_in_stacks = sum(w.parameter.numel() for w in stacks)  # that have adapters
         self.is_value_model = isinstance(getattr(plain, "score", None), nn.Linear)
         adapted = plain_model(self.module)
         self.head = adapted.score if self.is_value_model else adapted.get_output_embeddings()

@@ -25,8 +25,8 @@ class LoraArguments:
     )
     lora_module_name: str = flag(
         "auto",
-        "adapt linear layers whose name has this, or this regular expression; auto: all but the head "
-        "(stacked experts are none)",
+        "adapt linear layers and stacked experts whose name has this, or this regular expression; auto: all "
+        "linear layers but the head, and no experts",
         only_with="lora_dim",
     )
     only_optimize_lora: bool = flag(

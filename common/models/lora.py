@@ -1,11 +1,12 @@
 """LoRA: adapters that train, new ones and saved ones, the weights that they adapt under plain transformers'
 names, and models that share those.
 
-# O output rows, I input columns, r rank of an adapter
+# O output rows, I input columns, r rank of an adapter, E experts whose matrices are stacked in one parameter
 """
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
@@ -63,50 +65,81 @@ def linear_module_names(model: nn.Module) -> list[str]:
 
 
 def stacked_names(model: nn.Module) -> list[str]:
-    """Names of matrices in no linear layer, such as stacked experts: no adapter reaches them."""
+    """Return the names of the parameters that are the matrices of several experts."""
     return [
-        name
-        for name, parameter in model.named_parameters()
-        if len(whole_shape(parameter)) > 1 and not name.endswith(".weight") and ".lora_" not in name
+        f"{owner}.{name}".replace(".base_layer", "")
+        for owner, module in model.named_modules()
+        if "Experts" in type(module).__name__
+        for name, parameter in module.named_parameters(recurse=False)
+        if len(whole_shape(parameter)) == 3
     ]
 
 
 def adapted_model_targets(model: nn.Module, module_name: str, flag: str = "--lora_module_name") -> list[str]:
-    """The linear layers of a model that `module_name` means. Raises ValueError as `lora_targets` does."""
+    """Return the linear layers and the stacked matrices of a model that `module_name` means.
+
+    Raises ValueError as `lora_targets` does.
+    """
     return lora_targets(linear_module_names(model), module_name, flag, stacked_names(model))
 
 
 def lora_targets(
     names: list[str], module_name: str, flag: str = "--lora_module_name", stacked: Sequence[str] = ()
 ) -> list[str]:
-    """Return those of the linear layers' `names` that contain `module_name`; all of them for `auto`.
+    """Return those of the linear layers' `names` and of the `stacked` matrices that contain `module_name`.
 
-    Where none contains it, those in which it is found as a regular expression. `stacked` are the matrices of
-    the model that are in no linear layer.
+    `auto` means all linear layers and no stacked matrix.
+
+    Where none contains it, those in which it is found as a regular expression.
 
     Raises ValueError with the candidates when nothing matches: an adapter that silently matches nothing would
     train nothing.
     """
-    targets = names if module_name == "auto" else [n for n in names if module_name in n]
+    candidates = [*names, *stacked]
+    targets = names if module_name == "auto" else [n for n in candidates if module_name in n]
     if not targets:
         try:
-            targets = [n for n in names if re.search(module_name, n)]
+            targets = [n for n in candidates if re.search(module_name, n)]
         except re.error:  # a part of a name that is in none
             pass
-    if not targets and (inside := [n for n in stacked if module_name in n]):
-        raise ValueError(
-            f"{flag} {module_name!r} means {len(inside)} stacked matrices, such as {inside[0]}, which are no "
-            "linear layers: adapters do not reach them; --only_optimize_lora false trains them whole, beside "
-            f"adapters of another {flag}"
-        )
     if not targets:
-        candidates = {n.rsplit(".", 1)[-1] for n in names}
-        candidates |= {n.partition(".0.")[0] + "." for n in names if ".0." in n}
+        parts = {n.rsplit(".", 1)[-1] for n in candidates}
+        parts |= {n.partition(".0.")[0] + "." for n in candidates if ".0." in n}
         raise ValueError(
-            f"{flag} {module_name!r} matches no linear layer; use auto, a part of a name or an expression: "
-            + ", ".join(sorted(candidates))
+            f"{flag} {module_name!r} matches no linear layer and no stacked matrix; use auto, a part of a "
+            "name or an expression: " + ", ".join(sorted(parts))
         )
     return targets
+
+
+def _new_config(model: PreTrainedModel, options: LoraOptions) -> LoraConfig:
+    """Return PEFT's configuration of new adapters. Raises ValueError where `module_name` matches nothing.
+
+    PEFT takes a linear layer for experts of transformers 4 where its name is one that they had: such a layer
+    is named by its weight, as stacked matrices are.
+    """
+    targets, stacked = adapted_model_targets(model, options.module_name), set(stacked_names(model))
+    layers = [name for name in targets if name not in stacked]
+    renamed = _taken_for_experts(model, layers)
+    parameters = [f"{name}.weight" for name in renamed] + [name for name in targets if name in stacked]
+    return LoraConfig(
+        r=options.dim,
+        lora_alpha=options.alpha or float(options.dim),
+        target_modules=[name for name in layers if name not in renamed],
+        target_parameters=parameters or None,
+        bias="none",
+    )
+
+
+def _taken_for_experts(model: PreTrainedModel, layers: list[str]) -> list[str]:
+    """Return the layers that PEFT would rename, by the last words of their names."""
+    words = {name.rpartition(".")[2] for name in layers}
+    for word in list(words):
+        config = LoraConfig(target_modules=[word])
+        with suppress(ValueError):  # it is one of two that are fused
+            convert_peft_config_for_transformers(config, model, None)
+            words -= set(config.target_modules)
+    return [name for name in layers if name.rpartition(".")[2] in words]
 
 
 def build_lora(model: PreTrainedModel, options: LoraOptions) -> nn.Module:
@@ -117,12 +150,7 @@ def build_lora(model: PreTrainedModel, options: LoraOptions) -> nn.Module:
     """
     if options.dim == 0 and not options.folder:
         return model
-    if options.folder:
-        config = _read_lora_config(options.folder)
-    else:
-        targets = adapted_model_targets(model, options.module_name)
-        alpha = options.alpha or float(options.dim)
-        config = LoraConfig(r=options.dim, lora_alpha=alpha, target_modules=targets, bias="none")
+    config = _read_lora_config(options.folder) if options.folder else _new_config(model, options)
     try:
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:  # none of its layers is there
@@ -131,9 +159,11 @@ def build_lora(model: PreTrainedModel, options: LoraOptions) -> nn.Module:
     if not isinstance(adapted_config.target_modules, str):
         # PEFT makes a set of it, which every process writes in another order.
         adapted_config.target_modules = sorted(adapted_config.target_modules)
+    adapted_config.target_parameters = sorted(adapted_config.target_parameters or ()) or None
+    adapted_ids = {id(w.parameter) for w in trained_weights(adapted).values() if w.lora_a is not None}
     for name, parameter in adapted.named_parameters():
-        is_frozen_matrix = ".base_layer." in name
-        if "lora_" not in name and not is_frozen_matrix:
+        is_frozen = id(parameter) in adapted_ids or name.endswith((".base_layer.weight", ".base_layer.bias"))
+        if "lora_" not in name and not is_frozen:
             parameter.requires_grad = not options.only_optimize_lora or name.endswith(SCORE_HEAD)
     return adapted
 
@@ -160,12 +190,14 @@ def _reach(adapted: nn.Module) -> str:
     """Which share of the weights the adapters reach, in words."""
     sizes = {name: whole_shape(w.parameter).numel() for name, w in trained_weights(adapted).items()}
     reached = [name for name, weight in trained_weights(adapted).items() if weight.lora_a is not None]
-    stacked = sum(sizes[name] for name in stacked_names(plain_model(adapted)) if name in sizes)
+    others = [name for name in stacked_names(plain_model(adapted)) if name not in reached]
     total = sum(sizes.values())
     text = f"the adapters reach {len(reached)} matrices, {sum(sizes[n] for n in reached) / total:.1%}"
     text += f" of the {total:,} weights of {plain_model(adapted).config.model_type}"
-    if stacked:
-        text += f"; {stacked / total:.1%} are stacked matrices, such as experts, which they do not reach"
+    if others:
+        share, part = sum(sizes[name] for name in others) / total, others[0].split(".")[-2]
+        text += f"; {share:.1%} are stacked matrices, such as experts, which they do not reach: the module "
+        text += f"name {part!r} means them, and '.' all matrices"
     return text
 
 
@@ -234,8 +266,9 @@ class TrainedWeight(NamedTuple):
     lora_a: torch.Tensor | None = None  # (r, I)
     lora_b: torch.Tensor | None = None  # (O, r)
     scaling: float = 0.0
-    is_stored_transposed: bool = False  # GPT-2's Conv1D keeps (I, O)
+    is_stored_transposed: bool = False  # GPT-2's Conv1D keeps (I, O), gpt-oss (E, I, O)
     packing: Any = None
+    num_stacked: int = 1  # E: the weight is (E, O, I), A (E r, I), B (O, r E) with E the inner of the two
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the weight and, if it has an adapter, the adapter's factors A and B."""
@@ -258,27 +291,45 @@ class TrainedWeight(NamedTuple):
         weight = unpacked(self.parameter, self.packing) if self.packing else self.parameter
         if self.lora_a is None:
             return weight
+        if self.num_stacked > 1:
+            return self._merged_stack()
         left, right = self.lora_b.float(), self.lora_a.float()
         if self.is_stored_transposed:
             left, right = right.T, left.T
         delta = self.scaling * (take(left, 0) @ take(right, 1))
         return (weight.float() + delta).to(weight.dtype)
 
+    def _merged_stack(self) -> torch.Tensor:
+        """Return all experts' matrices merged, one after another: fp32 takes the memory of one."""
+        merged = torch.empty_like(self.parameter)
+        of_experts = self.lora_a.chunk(self.num_stacked)
+        for_experts = self.lora_b.unflatten(1, (-1, self.num_stacked)).unbind(2)
+        for into, matrix, a, b in zip(merged, self.parameter, of_experts, for_experts, strict=True):
+            into.copy_(TrainedWeight(matrix, a, b, self.scaling, self.is_stored_transposed).merged())
+        return merged
+
 
 def trained_weights(model: nn.Module) -> dict[str, TrainedWeight]:
     """Return {plain name: weight} of a transformers model or its PEFT wrapper; tied weights appear once."""
     plain = plain_model(model)
-    layers = {name: module for name, module in plain.named_modules() if isinstance(module, LoraLayer)}
+    layers = {
+        f"{name}.{getattr(layer, 'parameter_name', 'weight')}".replace(".base_layer", ""): layer
+        for name, layer in plain.named_modules()
+        # No factors are there where an embedding is adapted: only PEFT does that.
+        if isinstance(layer, LoraLayer) and layer.lora_A
+    }
     weights = {}
     for name, parameter in plain.named_parameters():
         if ".lora_" in name:
             continue
-        weight = TrainedWeight(parameter, packing=packing_of(parameter))
-        layer = layers.get(name.removesuffix(".base_layer.weight"))
-        if layer is not None and layer.lora_A:  # empty where an embedding is adapted: only PEFT does that
+        name, packing = name.replace(".base_layer", ""), packing_of(parameter)
+        weights[name] = TrainedWeight(parameter, packing=packing)
+        if name in layers:
+            layer = layers[name]
             factors = (layer.lora_A["default"].weight, layer.lora_B["default"].weight)
-            is_transposed = bool(getattr(layer, "fan_in_fan_out", False))
-            scaling = layer.scaling["default"]
-            weight = TrainedWeight(parameter, *factors, scaling, is_transposed, packing_of(parameter))
-        weights[name.replace(".base_layer.", ".")] = weight
+            is_conv1d = getattr(layer, "fan_in_fan_out", False)
+            is_transposed = is_conv1d or getattr(layer.get_base_layer(), "is_transposed", False)
+            num_stacked = getattr(layer, "num_experts", 1)
+            how = layer.scaling["default"], bool(is_transposed), packing, num_stacked
+            weights[name] = TrainedWeight(parameter, *factors, *how)
     return weights

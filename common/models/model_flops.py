@@ -14,6 +14,7 @@ from torch import nn
 from common.models.attention import narrowed_modules
 from common.models.four_bit import whole_shape
 from common.models.loading import DTYPES, plain_model
+from common.models.lora import trained_weights
 from common.models.model_inputs import ModelInputs
 from common.ranks import distributed
 from common.ranks.step_costs import COSTS
@@ -28,10 +29,10 @@ class ModelFlops:
     """The FLOPs of passes through a transformers model, counted from its shapes: matrices and attention.
 
     A token is multiplied with every matrix of the body once, a scored token with the output head: 2 FLOPs a
-    parameter. Of experts only those count that a token goes through. Attention compares each pair of tokens
-    of a sequence, in both directions, as usual, and also where a window is narrower; tokens that sequences
-    share count once. Of the last layer what nobody reads counts nothing where it is not computed, as do
-    padding, activations that are computed again and logits that are made twice.
+    parameter. Of experts only those count that a token goes through, and so of their adapters. Attention
+    compares each pair of tokens of a sequence, in both directions, as usual, and also where a window is
+    narrower; tokens that sequences share count once. Of the last layer what nobody reads counts nothing where
+    it is not computed, as do padding, activations that are computed again and logits that are made twice.
     """
 
     def __init__(self, model: nn.Module, head: nn.Module) -> None:
@@ -45,12 +46,14 @@ class ModelFlops:
         self.narrowed_layers = bool(narrowed) and not distributed.has_gpu()
         self.num_layers = text.num_hidden_layers
         self.body = self.trained_body = self.narrowed = self.trained_narrowed = 0.0
+        factors = {id(p): w.num_stacked for w in trained_weights(model).values() for p in w.tensors()[1:]}
         for parameter in model.parameters():
             shape = whole_shape(parameter)
             if len(shape) < 2 or id(parameter) in embeddings or parameter is head.weight:
                 continue
-            experts = getattr(text, "num_experts_per_tok", None) if len(shape) == 3 else None
-            numel = shape.numel() * (experts / shape[0] if experts else 1)
+            stacked = shape[0] if len(shape) == 3 else factors.get(id(parameter), 1)
+            experts = getattr(text, "num_experts_per_tok", None) if stacked > 1 else None
+            numel = shape.numel() * (experts / stacked if experts else 1)
             self.body += numel
             self.trained_body += numel * parameter.requires_grad
             if id(parameter) in of_narrowed:

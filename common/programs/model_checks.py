@@ -41,7 +41,7 @@ def empty_model(config: Any, args: Any, auto_class: Any = AutoModelForCausalLM) 
 
 
 def check_lora(flag: str, config: Any, module_name: str, args: Any, problems: Problems) -> None:
-    """Add a problem when no linear layer's name contains `module_name`."""
+    """Add a problem when `module_name` means no matrix of the model."""
     if config is None or module_name == "auto":
         return
     with problems.catch():

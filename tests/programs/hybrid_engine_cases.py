@@ -49,8 +49,14 @@ GREEDY = (
     (2, 3, ("gpt_neox", "falcon_new", "mistral_window", "gemma2", "phi"), (1, 2)),
     (2, 3, MIXTURES, (1,)),  # no plan cuts experts
 )
-# Conv1D; grouped heads; those in one projection
-LORA = ((2, 3, ("gpt2",), (1, 2)), (2, 0, ("falcon_new",), (2,)), (4, 3, ("llama",), (2,)))
+# Conv1D; grouped heads; those in one projection; experts
+LORA = (
+    (2, 3, ("gpt2",), (1, 2)),
+    (2, 0, ("falcon_new",), (2,)),
+    (4, 3, ("llama",), (2,)),
+    (2, 3, ("mixtral", "gpt_oss", "deepseek_v3"), (1,)),
+    (2, 0, ("qwen3_moe", "gpt_oss"), (1,)),
+)
 # tensor-parallel size -> (slots, 0: the default; whether the prompts change places)
 SLOTS_OF_SIZE = {1: ((0, False), (3, True)), 2: ((3, False), (0, True)), 4: ((1, False), (3, True))}
 CONTIGUOUS = {"inference_tp_size": 2, "inference_tp_groups": "contiguous"}
@@ -239,7 +245,7 @@ def test_greedy_generation(stage, family, tp_sizes, model_folder, tiny_engine):
 @pytest.mark.parametrize(("stage", "family", "tp_sizes"), cases_of(LORA))
 def test_adapters_are_merged_for_generation_alone(stage, family, tp_sizes, model_folder, tiny_engine):
     folder = model_folder(family)
-    engine = tiny_engine(folder, stage, 2)
+    engine = tiny_engine(folder, stage, 2, lora_names=".")
     check_sizes(folder, engine, tp_sizes, ("after",))
     adapters = [w.lora_b for w in trained_weights(engine.module).values() if w.lora_b is not None]
     assert adapters and any(bool(local_shard(b).any()) for b in adapters), "zeros would show nothing"

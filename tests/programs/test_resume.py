@@ -63,6 +63,8 @@ def short_runs(tiny: Any, tokenizer: Any, folder: Path) -> dict[str, tuple[int, 
     mixed |= {"num_samples_per_prompt": 2, "per_device_generation_batch_size": 2, "ref_ema_decay": 0.7}
     muon = {"zero_stage": 3, "per_device_train_batch_size": 1, "dtype": "bf16", "optimizer_dtype": "bf16"}
     muon |= {"optimizer": "muon:1e-3"}
+    experts = {"model_name_or_path": tiny.mixtral, "lora_dim": 4, "lora_module_name": ".", "zero_stage": 3}
+    experts |= {"per_device_train_batch_size": 1, "dropout": 0.0, "gradient_checkpointing": True}
     # Without rewards there are none of their numbers in the state.
     taught = {
         name: value for name, value in ppo.items() if name not in ("critic_model_name_or_path", "keep_best")
@@ -73,6 +75,7 @@ def short_runs(tiny: Any, tokenizer: Any, folder: Path) -> dict[str, tuple[int, 
         "sft, two ranks, ZeRO 2": (1, 2, single | {"zero_stage": 2, "per_device_train_batch_size": 1}),
         "sft, two ranks, ZeRO 3, Muon in bf16": (1, 2, single | muon),
         "sft, LoRA, bf16": (1, 1, single | {"lora_dim": 4, "dtype": "bf16", "packed": True}),
+        "sft, LoRA of experts, two ranks, ZeRO 3": (1, 2, single | experts),
         "reward": (2, 1, single),
         "dpo": (2, 1, single | {"loss": "dpo"}),
         "kto": (2, 1, single | {"loss": "kto"}),
@@ -177,6 +180,7 @@ def test_sft_killed(forks, flags, finished, tmp_path, point):
 
 
 VARIANTS = [("sft, two ranks, ZeRO 2", "kill"), ("sft, LoRA, bf16", "term")]
+VARIANTS += [("sft, LoRA of experts, two ranks, ZeRO 3", "term")]
 VARIANTS += [("sft, two ranks, ZeRO 3, Muon in bf16", "kill")]
 VARIANTS += [("reward, two ranks, ZeRO 3", "term"), ("dpo", "kill"), ("kto", "kill")]
 
@@ -255,6 +259,7 @@ def test_saved_by_the_clock_of_the_first_rank(forks, flags, finished, tmp_path):
 
 
 EXPORTED = ["sft, LoRA, bf16", "reward, two ranks, ZeRO 3", "ppo, two ranks, ZeRO 3", "ppo, LoRA"]
+EXPORTED += ["sft, LoRA of experts, two ranks, ZeRO 3"]
 
 
 @pytest.mark.parametrize("variant", EXPORTED)

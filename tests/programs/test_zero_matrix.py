@@ -96,6 +96,7 @@ def flags_of(job: Job, tiny: Any, folder: Path) -> dict[str, Any]:
     """Return the command line of a job as a dictionary."""
     rows = GLOBAL_ROWS // job.ranks // job.accumulation
     lora = 4 if job.lora else 0
+    names = "." if lora and job.family == "mixtral" else None  # experts too
     rate = 5e-4 if lora else None  # of adapters: moves weights in three steps by what can be seen
     flags = COMMON | {
         "data_split": {1: "1,0,0", 2: "0,1,0", 3: "0,0,1"}[job.step],
@@ -125,6 +126,7 @@ def flags_of(job: Job, tiny: Any, folder: Path) -> dict[str, Any]:
             "lora_learning_rate": rate,
             "zero_stage": job.zero,
             "lora_dim": lora,
+            "lora_module_name": names,
             "weight_decay": 0.01,
         }
         return step_flags(tiny, job.step, **flags)
@@ -155,6 +157,7 @@ def flags_of(job: Job, tiny: Any, folder: Path) -> dict[str, Any]:
         "actor_zero_stage": job.zero,
         "critic_zero_stage": job.zero,
         "actor_lora_dim": lora,
+        "actor_lora_module_name": names,
         "offload_reference_model": job.offload != "none",
         "offload_reward_model": job.offload != "none",
         "entropy_coef": 0.01,
@@ -189,6 +192,9 @@ def make_jobs() -> list[Job]:
     for step, tp in ((1, None), (3, 1)):
         mixture = Job(step, 3, family="mixtral", tp=tp)
         jobs += [mixture.reference, mixture]
+    for step, zero, tp in ((1, 0, None), (1, 3, None), (2, 3, None), (3, 2, None), (3, 3, 1), (3, 3, 0)):
+        mixture = Job(step, zero, True, family="mixtral", tp=tp)
+        jobs += [mixture.reference] * (mixture.reference not in jobs) + [mixture]
     muon = {"optimizer": "muon:1e-3"}
     jobs += [Job(1, ranks=1, **muon), Job(1, 3, **muon), Job(1, 2, offload="optimizer", **muon)]
     jobs += [Job(1, 3, dtype="bf16", states="bf16"), Job(1, 1, dtype="bf16", states="bf16", **muon)]

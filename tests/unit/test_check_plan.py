@@ -46,7 +46,10 @@ def run_plan(capsys) -> Plan:
         (("--max_answer_seq_len", "5000"), "tokens are more than the model's 2048 positions"),
         (("--ds_config", "missing.json"), "--ds_config missing.json cannot be read as JSON"),
         (("--critic_model_name_or_path", ""), "--critic_model_name_or_path is needed for --stage 3: give it"),
-        (("--actor_lora_dim", "8", "--actor_lora_module_name", "x"), "matches no linear layer; use auto"),
+        (
+            ("--actor_lora_dim", "8", "--actor_lora_module_name", "x"),
+            "matches no linear layer and no stacked",
+        ),
     ],
 )
 def test_wrong_flags_leave_with_2_and_say_what(run_plan, flags, problem):

@@ -13,7 +13,7 @@ from common.models.four_bit import BYTES_PER_WEIGHT, refusals, whole_shape
 from common.models.loading import ModelOptions, load_causal_lm, load_pretrained
 from common.models.lora import LoraOptions, add_lora, trained_weights
 from common.models.model_flops import ModelFlops
-from common.runs.export import save_export
+from common.runs.export import save_adapter, save_export
 from step1_sft.arguments import SFTArguments
 from step3_ppo.arguments import PPOArguments
 from tools.memory_plan import MemoryPlan
@@ -129,6 +129,30 @@ def test_an_export_says_what_the_packed_model_says(packed, tiny_tokenizer, tmp_p
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
         assert not hasattr(loaded.config, "quantization_config")
         torch.testing.assert_close(loaded(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_experts_are_adapted_as_they_are_beside_packed_layers(
+    family, library, tiny_model_folder, tiny_tokenizer, tmp_path
+):
+    folder = tiny_model_folder(family)
+    options = ModelOptions(folder, dropout=0.0, load_in_4bit=True)
+    model = add_lora(load_causal_lm(options, 320), LoraOptions(3, module_name=".")).eval()
+    weights, ids = trained_weights(model), torch.arange(4, 24).view(2, 10)
+    for weight in weights.values():
+        if weight.lora_b is not None:
+            nn.init.normal_(weight.lora_b, std=0.1)
+    experts = [weight for weight in weights.values() if weight.num_stacked == 4]
+    assert experts and all(w.packing is None and w.parameter.dtype == torch.float32 for w in experts)
+    assert all((w.lora_a is None) == (w.packing is None) for w in weights.values() if w.num_stacked == 1)
+    save_adapter(tmp_path / "adapter", model, tiny_tokenizer, {})
+    save_export(tmp_path / "export", model, tiny_tokenizer)
+    again = add_lora(load_causal_lm(options, 320), LoraOptions(folder=str(tmp_path / "adapter"))).eval()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        assert again(input_ids=ids).logits.equal(expected)
+        torch.testing.assert_close(exported(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_pass_in_eval_mode_packs_nothing_anew(packed, library):

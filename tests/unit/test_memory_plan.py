@@ -13,6 +13,7 @@ from tiny_configs import tiny_config
 from common.engine.ds_config import build_config, build_engine
 from common.generation.decode import DecodeState, SamplingOptions
 from common.models.loading import ModelOptions, load_causal_lm
+from common.models.lora import LoraOptions, add_lora
 from common.models.model_inputs import build_model_inputs
 from common.models.output_head import LogitOptions, summed_logprobs, token_scores
 from common.models.policy_model import PolicyModel
@@ -249,13 +250,21 @@ def test_the_head_holds_what_is_planned(tmp_path, monkeypatch):
 
 
 def measure_engine(
-    folder: str, stage: int, dtype: str, is_checkpointed: bool, optimizer: str, optimizer_dtype: str
+    folder: str,
+    stage: int,
+    dtype: str,
+    is_checkpointed: bool,
+    optimizer: str = "adamw",
+    optimizer_dtype: str = "fp32",
+    lora: LoraOptions | None = None,
 ) -> dict[str, int]:
     """Return the most bytes that a real engine holds, by what it does, in its second optimizer step."""
     rows, length, peaks = 2, 64, {}
     with LiveBytes(torch.nn.Module()) as live:  # of no weights: those that are made here count
         options = ModelOptions(folder, dtype=dtype, gradient_checkpointing=is_checkpointed)
-        model = PolicyModel(load_causal_lm(options, 320), num_valid_tokens=320).train()
+        model = PolicyModel(
+            add_lora(load_causal_lm(options, 320), lora or LoraOptions()), num_valid_tokens=320
+        ).train()
         num_params = sum(p.numel() for p in model.parameters())
         # A bucket of the model's size: on a CPU no more of it would ever be written to.
         zero = {"zero_optimization": {"reduce_bucket_size": num_params}}
@@ -317,6 +326,23 @@ def test_a_real_engine_holds_what_is_planned(
     assert planned["step"] == pytest.approx(measured["step"], abs=few)
     backward = max(planned["backward"], planned["reduce"])
     assert 0.97 * measured["backward"] < backward < 1.2 * measured["backward"]
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_a_real_engine_holds_the_sums_of_experts_and_adapters_that_are_planned(is_checkpointed, tmp_path):
+    config, folder = tiny_config("mixtral", 320), str(tmp_path)
+    config.num_hidden_layers, config.num_local_experts = 4, 16  # more bytes than the activations
+    config.hidden_size, config.intermediate_size, config.max_position_embeddings = 64, 256, 512
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    flags = ["--dtype", "fp32", "--gpu", "cpu", "--max_seq_len", "64", "--per_device_train_batch_size", "2"]
+    flags += ["--gradient_accumulation_steps", "2", "--lora_dim", "2", "--lora_module_name", "experts"]
+    plan = plan_sft(folder, *flags, *(["--gradient_checkpointing"] if is_checkpointed else []))
+    planned = {m.verb: m.total - m.gpu["device", "reserved"] for m in plan.moments}
+    lora = LoraOptions(2, module_name="experts")
+    measured = measure_engine(folder, 0, "fp32", is_checkpointed, lora=lora)
+    assert planned["idle"] == pytest.approx(measured["idle"], rel=0.01)
+    assert 0.97 * measured["backward"] < planned["backward"] < 1.25 * measured["backward"]
 
 
 @pytest.mark.usefixtures("process_group")

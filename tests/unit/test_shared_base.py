@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 
 import peft
@@ -31,11 +32,24 @@ ROLES = ("actor", "critic", "reward")
 
 
 @pytest.fixture(scope="module")
-def adapters(tiny_model_folder, tiny_tokenizer, tmp_path_factory) -> Path:
-    """A folder with an adapter for each role, all of one base and no two alike."""
-    folder, base = tmp_path_factory.mktemp("adapters"), tiny_model_folder("llama")
+def adapters_of(tiny_model_folder, tiny_tokenizer, tmp_path_factory) -> Callable[[str], Path]:
+    """A folder with an adapter for each role, all of one base of the family and no two alike."""
+    return cache(
+        lambda family: save_adapters(
+            tmp_path_factory.mktemp("adapters"), tiny_model_folder(family), tiny_tokenizer
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def adapters(adapters_of) -> Path:
+    return adapters_of("llama")
+
+
+def save_adapters(folder: Path, base: str, tokenizer) -> Path:
+    """Save an adapter for each role; those of experts reach these too."""
     for seed, role in enumerate(ROLES):
-        options, lora = ModelOptions(base, dropout=0.0), LoraOptions(RANK, alpha=2.0)
+        options, lora = ModelOptions(base, dropout=0.0), LoraOptions(RANK, 2.0, module_name=".")
         if role == "actor":
             model = add_lora(load_causal_lm(options, 320), lora, seed)
         else:
@@ -45,7 +59,7 @@ def adapters(tiny_model_folder, tiny_tokenizer, tmp_path_factory) -> Path:
         for weight in trained_weights(model).values():
             if weight.lora_b is not None:
                 nn.init.normal_(weight.lora_b, std=0.2)
-        save_adapter(folder / role, model, tiny_tokenizer, {})
+        save_adapter(folder / role, model, tokenizer, {})
     return folder
 
 
@@ -110,7 +124,9 @@ def train_some(roles: Roles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, 
 
 
 @pytest.mark.usefixtures("process_group")
-def test_the_base_is_held_once_and_says_what_copies_say(adapters, tiny_tokenizer, tmp_path):
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_the_base_is_held_once_and_says_what_copies_say(family, adapters_of, tiny_tokenizer, tmp_path):
+    adapters = adapters_of(family)
     apart = {role: copy_of_its_own(adapters / role, tmp_path / role) for role in ROLES}
     shared, separate = (build(f, tiny_tokenizer) for f in ({r: adapters / r for r in ROLES}, apart))
     base = AutoModelForCausalLM.from_pretrained(base_of(str(adapters / "actor")))
@@ -130,8 +146,10 @@ def test_the_base_is_held_once_and_says_what_copies_say(adapters, tiny_tokenizer
 
 
 @pytest.mark.usefixtures("process_group")
-def test_each_role_begins_with_its_own_adapter_and_head(adapters, tiny_tokenizer):
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_each_role_begins_with_its_own_adapter_and_head(family, adapters_of, tiny_tokenizer):
     """As PEFT itself has them; the reference stays there while the actor learns."""
+    adapters = adapters_of(family)
     roles = build({role: adapters / role for role in ROLES}, tiny_tokenizer)
     batch = make_rollout_batch([0, 1], [3, 2], [4, 2])
     assert [module.pooling for module in modules_of(roles)[1:]] == ["last", "mean"]
