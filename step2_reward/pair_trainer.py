@@ -109,12 +109,13 @@ class PairTrainer(Trainer):
         return float(batch.numbers("weight").sum())
 
     def compute_sums(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the losses of the pairs, and how their answers are ranked, added up by weight."""
+        """The losses of the pairs, with a mixture's router loss, and their ranking, added up by weight."""
         chosen, rejected, losses = self.compute_losses(batch)
         (weights,) = to_device([batch.numbers("weight")], losses.device)
         sums = {"accuracy": wins(chosen - rejected), "margin": chosen - rejected}
         sums |= {f"chosen_{self.what}": chosen, f"rejected_{self.what}": rejected}
-        return (losses * weights).sum(), {n: (values.detach() * weights).sum() for n, values in sums.items()}
+        loss, more = add_router_loss(self.engine, (losses * weights).sum(), batch, self.count)
+        return loss, more | {n: (values.detach() * weights).sum() for n, values in sums.items()}
 
     def judge(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
         """Return `judge_pairs` with the mean loss. Every rank must call this."""
@@ -142,12 +143,6 @@ class DPOTrainer(PairTrainer):
 
     kind, what = "dpo", "reward"
     sides = SIDES
-
-    def compute_sums(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the same, and a mixture's router loss."""
-        loss, sums = super().compute_sums(batch)
-        loss, more = add_router_loss(self.engine, loss, batch, self.count)
-        return loss, sums | more
 
     def compute_losses(self, batch: PackedBatch) -> PairLosses:
         """Return the rewards of each pair's answers, and the loss."""

@@ -159,7 +159,9 @@ class PPOLosses:
             clip_range=self.args.value_clip_range,
             kind=self.args.value_loss,
         )
-        return loss.sum(), {"value/clip_fraction": (is_clipped.sum(), data["loss_mask"].sum())}
+        stats: dict[str, Stat] = {"value/clip_fraction": (is_clipped.sum(), data["loss_mask"].sum())}
+        loss_sum, more = add_router_loss(critic.model, loss.sum(), batch, sum_of("loss_mask"))
+        return loss_sum, stats | {f"value/{name}": stat for name, stat in more.items()}
 
     def _pretraining_sums(self, batch: PackedBatch) -> Sums:
         actor = self.roles.actor

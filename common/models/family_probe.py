@@ -105,7 +105,7 @@ def small_model(
         attn_implementation=VARLEN_ATTENTION if own else None,
         trust_remote_code=trusts_code,
     )
-    if auto_class is not AutoModelForCausalLM or not router_coefficient(model):
+    if not router_coefficient(model):
         narrow_last_layer(model)
     text = model.config.get_text_config()
     named = [value for name, value in vars(text).items() if name.endswith("_token_id")]

@@ -28,7 +28,7 @@ from common.models.attention import (
 )
 from common.models.four_bit import quantisation, settle, whole_shape
 from common.models.model_inputs import ModelInputs
-from common.models.router_loss import router_coefficient
+from common.models.router_loss import balance_loss, router_coefficient
 from common.models.saved_adapters import base_of, is_adapter
 from common.ranks import distributed
 from common.ranks.failures import first_line
@@ -272,7 +272,7 @@ def load_pretrained(
             gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": is_random}
         )
     # A router loss is over all tokens in all layers.
-    if auto_class is not AutoModelForCausalLM or not router_coefficient(model):
+    if not router_coefficient(model):
         narrow_last_layer(model)
     return model
 
@@ -364,6 +364,17 @@ def forward_accepts(model: nn.Module, name: str) -> bool:
 def compute_hidden(model: PreTrainedModel, inputs: ModelInputs) -> torch.Tensor:
     """Return the last hidden states (slots, H) of a transformers model's backbone, rows end to end."""
     return run_backbone(model, inputs)[0].flatten(0, 1)
+
+
+def run_with_router(owner: nn.Module, model: PreTrainedModel, inputs: ModelInputs) -> torch.Tensor:
+    """The last hidden states (slots, H), as of `compute_hidden`.
+
+    In a training pass of a mixture `owner.router_loss` becomes the pass's, for `add_router_loss`, else None.
+    """
+    is_balanced = owner.router_coefficient > 0 and owner.training and torch.is_grad_enabled()
+    outputs = run_backbone(model, inputs, **({"output_router_logits": True} if is_balanced else {}))
+    owner.router_loss = balance_loss(model.config, outputs.router_logits, inputs) if is_balanced else None
+    return outputs[0].flatten(0, 1)
 
 
 def run_backbone(model: PreTrainedModel, inputs: ModelInputs, **more: Any) -> Any:

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from common.data.packed_batch import PackedBatch
-from common.models.loading import plain_model, run_backbone
+from common.models.loading import plain_model, run_with_router
 from common.models.model_flops import ModelFlops
 from common.models.model_inputs import ModelInputs, build_model_inputs
 from common.models.output_head import read_logit_transform, summed_logprobs, token_scores
-from common.models.router_loss import balance_loss, router_coefficient
+from common.models.router_loss import router_coefficient
 from common.ranks import distributed
 
 
@@ -75,10 +75,7 @@ class PolicyModel(nn.Module):
         options = self.options if temperature is None else replace(self.options, temperature=temperature)
         inputs, slots, token_ids = inputs.to(distributed.device(), slots, token_ids)
         self.flops.count(inputs, len(slots))
-        is_balanced = self.router_coefficient > 0 and self.training and torch.is_grad_enabled()
-        outputs = run_backbone(plain, inputs, **({"output_router_logits": True} if is_balanced else {}))
-        self.router_loss = balance_loss(plain.config, outputs.router_logits, inputs) if is_balanced else None
-        hidden = outputs[0].flatten(0, 1)[slots]  # (N, H)
+        hidden = run_with_router(self, plain, inputs)[slots]  # (N, H)
         score = partial(score, token_ids=token_ids, options=options, **how)
         return plain.get_output_embeddings()(hidden, score)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from common.data.packed_batch import PackedBatch
@@ -18,13 +18,14 @@ from common.models.model_inputs import ModelInputs
 
 
 def router_coefficient(model: PreTrainedModel) -> float:
-    """Return the weight of the loss in training, 0 for a model without routers that can be recorded, and for
-    those whose class names a coefficient and never takes the loss (Llama 4).
+    """The weight of the loss in training: 0 without routers that can be recorded, and where the family's
+    language model has a coefficient and never adds the loss (Llama 4).
     """
     backbone = backbone_of(model)
+    language_model = AutoModelForCausalLM._model_mapping.get(type(model.config), type(model))
     config = model.config.get_text_config()
     can_record = "router_logits" in (getattr(backbone, "_can_record_outputs", None) or {})
-    can_record &= "output_router_logits" in inspect.signature(model.forward).parameters
+    can_record &= "output_router_logits" in inspect.signature(language_model.forward).parameters
     return float(getattr(config, "router_aux_loss_coef", None) or 0.0) if can_record else 0.0
 
 
@@ -55,11 +56,13 @@ def add_router_loss(
     """Return a micro-batch's loss, added up over its items, with the router loss of the pass that made it,
     and that by itself as a statistic; the loss as it is for a model without.
 
-    `engine` is of a PolicyModel. A router loss is of one micro-batch: their mean goes by the items of each.
+    `engine` is of a PolicyModel or a ValueModel. A router loss is of one micro-batch: their mean goes by the
+    items of each.
     """
-    policy: nn.Module = getattr(engine, "module", engine)
-    router_loss, policy.router_loss = policy.router_loss, None  # its graph goes with the pass
+    model: nn.Module = getattr(engine, "module", engine)
+    router_loss = model.router_loss
+    model.router_loss = None  # its graph goes with the pass
     if router_loss is None:
         return loss_sum, {}
     router_sum = router_loss * count_items(batch)
-    return loss_sum + policy.router_coefficient * router_sum, {"router_loss": router_sum.detach()}
+    return loss_sum + model.router_coefficient * router_sum, {"router_loss": router_sum.detach()}

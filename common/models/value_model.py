@@ -15,10 +15,17 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from common.data.packed_batch import sum_by_sequence
-from common.models.loading import ModelOptions, compute_hidden, init_weight, load_pretrained, plain_model
+from common.models.loading import (
+    ModelOptions,
+    init_weight,
+    load_pretrained,
+    plain_model,
+    run_with_router,
+)
 from common.models.lora import LoraOptions, add_lora, share_backbone
 from common.models.model_flops import ModelFlops
 from common.models.model_inputs import ModelInputs
+from common.models.router_loss import router_coefficient
 from common.models.saved_adapters import POOLING, base_of, has_score_head, is_adapter, read_adapter_config
 from common.ranks import distributed
 
@@ -39,6 +46,8 @@ class ValueModel(nn.Module):
     def __init__(self, classifier: nn.Module) -> None:
         super().__init__()
         self.classifier = classifier
+        self.router_coefficient = router_coefficient(plain_model(classifier))
+        self.router_loss: torch.Tensor | None = None  # of the last pass in training, see add_router_loss
 
     @cached_property
     def flops(self) -> ModelFlops:
@@ -58,7 +67,7 @@ class ValueModel(nn.Module):
         slots = inputs.token_slots if slots is None else slots
         inputs, slots = inputs.to(distributed.device(), slots)
         self.flops.count(inputs, len(slots))
-        return plain.score(compute_hidden(plain, inputs)[slots]).squeeze(-1)
+        return plain.score(run_with_router(self, plain, inputs)[slots]).squeeze(-1)
 
 
 def compute_scores(

@@ -27,7 +27,7 @@ COMPARED = {
         "policy/entropy", "policy/unsup_loss", "policy/grad_norm", "value/loss", "value/grad_norm",
     ),
 }  # fmt: skip
-ROUTERS = {1: ["sft/router_loss"], 3: ["policy/router_loss", "policy/unsup_router_loss"]}
+ROUTERS = {1: ["sft/router_loss"], 2: ["reward/router_loss"], 3: ["policy/router_loss", "policy/unsup_router_loss"]}
 DISTILLED = ("distill/loss", "distill/divergence", "distill/teacher_logprob")
 NORMS_APART = 1e-4  # a norm is summed in another order by every stage
 EXPORTS = {1: ("export",), 2: ("export",), 3: ("export", "export_ema")}
@@ -110,7 +110,8 @@ def flags_of(job: Job, tiny: Any, folder: Path) -> dict[str, Any]:
     }
     if job.overlaps or (job.zero == 3 and job.threshold is not None):
         flags["ds_config"] = folder / ("overlap.json" if job.overlaps else "threshold.json")
-    if job.step > 1 and job == job.reference:
+    # A router loss counts tokens that sequences share once.
+    if job.step > 1 and job == job.reference and job.family != "mixtral":
         flags["no_share_prompts"] = True
     if job.packed:
         caps = f"{job.packed},{2 * job.packed}" if job.step == 3 else job.packed  # to train, to score

@@ -11,6 +11,7 @@ from common.models.model_inputs import build_model_inputs
 from common.models.output_head import summed_logprobs
 from common.models.policy_model import PolicyModel
 from common.models.router_loss import add_router_loss, router_coefficient
+from common.models.value_model import load_value_model
 
 COEFFICIENT = 0.5
 
@@ -133,3 +134,20 @@ def test_all_tokens_go_through_the_last_router(coefficient, is_narrowed, tmp_pat
     model.save_pretrained(tmp_path)
     loaded = load_causal_lm(ModelOptions(str(tmp_path)), 64)
     assert any(hasattr(m, "narrowing") for m in loaded.modules()) == is_narrowed
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_value_model_has_that_of_its_backbone(family, is_packed, tmp_path):
+    policy, rows = make_policy(family, tmp_path), sequences()
+    run_pass(policy, rows, is_packed)
+    values = load_value_model(ModelOptions(str(tmp_path)), 64).train()
+    lengths = torch.tensor([len(row) for row in rows])
+    inputs = build_model_inputs(torch.cat(rows), lengths, is_packed=is_packed)
+    scores = values(inputs, inputs.last_slots)
+    torch.testing.assert_close(values.router_loss, policy.router_loss)
+    loss, stats = add_router_loss(values, scores.sum(), None, lambda _: 3.0)
+    assert float(loss.detach()) == pytest.approx(float(scores.sum() + 3 * COEFFICIENT * policy.router_loss))
+    assert stats.keys() == {"router_loss"} and values.router_loss is None
+    values.eval()(inputs, inputs.last_slots)
+    assert values.router_loss is None
