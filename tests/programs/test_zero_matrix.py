@@ -27,7 +27,11 @@ COMPARED = {
         "policy/entropy", "policy/unsup_loss", "policy/grad_norm", "value/loss", "value/grad_norm",
     ),
 }  # fmt: skip
-ROUTERS = {1: ["sft/router_loss"], 2: ["reward/router_loss"], 3: ["policy/router_loss", "policy/unsup_router_loss"]}
+ROUTERS = {
+    1: ["sft/router_loss"],
+    2: ["reward/router_loss"],
+    3: ["policy/router_loss", "policy/unsup_router_loss"],
+}
 DISTILLED = ("distill/loss", "distill/divergence", "distill/teacher_logprob")
 NORMS_APART = 1e-4  # a norm is summed in another order by every stage
 EXPORTS = {1: ("export",), 2: ("export",), 3: ("export", "export_ema")}
