@@ -9,10 +9,12 @@ An item is a row of SFT or a pair, whose sequences stay together. Its lengths ar
 """
 
 import heapq
-from collections import defaultdict, deque
+from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -53,30 +55,34 @@ class GlobalBatches:
         seed: int = 0,
         what: str = "training data",
         rows_flag: str = "--per_device_train_batch_size",
-        row_lengths: Sequence[Sequence[int]] = (),
+        row_lengths: Sequence[Sequence[int]] | np.ndarray = (),
         group_by_length: bool = False,
         max_tokens: int = 0,
-        shared_lengths: Sequence[int] = (),
-        groups: Sequence[int] = (),
+        shared_lengths: Sequence[int] | np.ndarray = (),
+        groups: Sequence[int] | np.ndarray = (),
         max_of_group: int = 0,
     ) -> None:
         self.dataset, self.collate, self.seed = dataset, collate, seed
         self.rows, self.accumulation = rows_per_micro_batch, accumulation
         self.rank, self.world_size = distributed.rank(), distributed.world_size()
-        self.row_lengths, self.group_by_length, self.max_tokens = row_lengths, group_by_length, max_tokens
+        # Arrays of what every row has: lists of objects would take ten times the memory.
+        self.row_lengths = np.asarray(row_lengths, dtype=np.int32)  # (rows, sequences)
+        self.group_by_length, self.max_tokens = group_by_length, max_tokens
         # Sequences end to end, known once there is a model: padding costs nothing then, and what the
         # sequences of a row begin with, so many tokens, is computed once.
-        self.is_packed, self.shared_lengths = False, shared_lengths
+        self.is_packed = False
+        self.shared_lengths = np.asarray(shared_lengths, dtype=np.int32)
         self.num_drawn = 0
-        rows_of_groups = _by_number(groups)
-        self.groups = rows_of_groups if len(rows_of_groups) < len(groups) else []  # []: each row by itself
         self.max_of_group = max_of_group or len(dataset)
-        self.num_rows = sum(map(self._num_of, self.groups)) or len(dataset)  # of an epoch
-        self.group_of = {row: number for number, rows in enumerate(self.groups) for row in rows}
-        self.weights = {row: 1 / self._num_of(rows) for rows in self.groups for row in rows}
-        self._order: tuple[int, list[int]] = -1, []  # of an epoch
-        if max_tokens and row_lengths:
-            plan_micro_batches([max(row_lengths, key=max)], max_tokens=max_tokens)
+        # Each row's group, numbered by their first rows, and the rows group by group; none: each by itself.
+        self.group_of, self._rows, sizes = _by_group(np.asarray(groups))
+        self._first = np.cumsum(sizes) - sizes  # of a group in `_rows`
+        self._sizes = sizes
+        self.num_rows = int(self._num_of(sizes).sum()) if len(sizes) else len(dataset)  # of an epoch
+        self._order: tuple[int, np.ndarray] = -1, np.array([])  # of an epoch
+        if max_tokens and len(self.row_lengths):
+            longest = self.row_lengths[self.row_lengths.max(axis=1).argmax()]
+            plan_micro_batches([longest.tolist()], max_tokens=max_tokens)
         self.global_rows = rows_per_micro_batch * accumulation * self.world_size
         if self.num_rows < self.global_rows:
             raise ValueError(
@@ -94,7 +100,7 @@ class GlobalBatches:
         epoch, step = divmod(self.num_drawn, len(self))
         if self._order[0] != epoch:
             self._order = epoch, self._order_of(epoch)
-        rows = self._order[1][step * self.global_rows : (step + 1) * self.global_rows]
+        rows = self._order[1][step * self.global_rows : (step + 1) * self.global_rows].tolist()
         self.num_drawn += 1
         return [self.collate([self._read(i) for i in chosen]) for chosen in self._cut(rows)]
 
@@ -104,36 +110,43 @@ class GlobalBatches:
         """
         if num_steps >= len(self) and self.num_rows == len(self.dataset):
             return list(range(len(self.dataset)))
-        rows: set[int] = set()
+        is_read = np.zeros(len(self.dataset), dtype=bool)
         for epoch, first in enumerate(range(0, num_steps, len(self))):
-            rows.update(self._order_of(epoch)[: (num_steps - first) * self.global_rows])
-        return sorted(rows)
+            is_read[self._order_of(epoch)[: (num_steps - first) * self.global_rows]] = True
+        return is_read.nonzero()[0].tolist()
 
     def _read(self, index: int) -> Any:
         row = self.dataset[index]
-        return row | {"weight": self.weights[index]} if self.weights else row
+        if not len(self._sizes):
+            return row
+        return row | {"weight": 1 / int(self._num_of(self._sizes[self.group_of[index]]))}
 
-    def _draw(self, group: list[int], generator: torch.Generator) -> list[int]:
-        """Return the rows of a group that an epoch has."""
-        if len(group) <= self.max_of_group:
-            return group
-        drawn = torch.randperm(len(group), generator=generator)[: self.max_of_group]
-        return [group[i] for i in sorted(drawn.tolist())]
+    def _num_of(self, sizes: np.ndarray) -> np.ndarray:
+        """How many rows of groups of these sizes an epoch has."""
+        return np.minimum(sizes, self.max_of_group)
 
-    def _num_of(self, group: list[int]) -> int:
-        """Return how many rows of a group an epoch has."""
-        return min(len(group), self.max_of_group)
+    def _draw(self, generator: torch.Generator) -> np.ndarray:
+        """The rows of an epoch: groups in a drawn order, of each as many as an epoch has."""
+        order = torch.randperm(len(self._sizes), generator=generator).numpy()
+        sizes, firsts = self._sizes[order], self._first[order]
+        counts = self._num_of(sizes)
+        places = _ranges(firsts, counts)
+        ends = np.cumsum(counts)
+        for group in (sizes > counts).nonzero()[0]:
+            drawn = torch.randperm(int(sizes[group]), generator=generator)[: counts[group]].sort().values
+            places[ends[group] - counts[group] : ends[group]] = firsts[group] + drawn.numpy()
+        return self._rows[places][keep_together(counts, self.global_rows)]
 
     def _cut(self, rows: list[int]) -> list[list[int]]:
         if not self.max_tokens:
             starts = [(a * self.world_size + self.rank) * self.rows for a in range(self.accumulation)]
             return [rows[s : s + self.rows] for s in starts]
-        lengths = [self.row_lengths[row] for row in rows]
-        if self.is_packed and self.shared_lengths:
+        lengths = self.row_lengths[rows].tolist()
+        if self.is_packed and len(self.shared_lengths):
             lengths = [self._computed(row) for row in rows]
         together = []
-        if self.groups and len(self.row_lengths[0]) == 1:  # rows of a conversation begin alike
-            together = [(self.group_of[row], 0) for row in rows]
+        if len(self._sizes) and self.row_lengths.shape[1] == 1:  # rows of a conversation begin alike
+            together = [(group, 0) for group in self.group_of[rows].tolist()]
         plan = plan_micro_batches(
             lengths,
             num_ranks=self.world_size,
@@ -145,28 +158,49 @@ class GlobalBatches:
 
     def _computed(self, row: int) -> tuple[int, ...]:
         """Return the lengths of a row's sequences as they are computed end to end."""
-        first, *others = self.row_lengths[row]
-        return first, *(length - self.shared_lengths[row] for length in others)
+        first, *others = self.row_lengths[row].tolist()
+        shared = int(self.shared_lengths[row])
+        return first, *(length - shared for length in others)
 
-    def _order_of(self, epoch: int) -> list[int]:
+    def _order_of(self, epoch: int) -> np.ndarray:
+        """The rows of an epoch in the order of its steps, int32."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        order = torch.randperm(len(self.groups or self.dataset), generator=generator).tolist()
-        if self.groups:
-            order = keep_together([self._draw(self.groups[i], generator) for i in order], self.global_rows)
+        if len(self._sizes):
+            order = self._draw(generator)
+        else:
+            order = torch.randperm(len(self.dataset), generator=generator).numpy().astype(np.int32)
         if not self.group_by_length:
             return order
+        longest = self.row_lengths.max(axis=1)
         window = WINDOW_BATCHES * self.global_rows
-        batches: list[list[int]] = []
+        batches: list[np.ndarray] = []
         for first in range(0, len(self) * self.global_rows, window):
             rows = order[first : min(first + window, len(self) * self.global_rows)]
-            parts = [
-                [rows[i] for i in places] for places in _by_number(self.group_of.get(r, -1 - r) for r in rows)
-            ]
-            by_length = sorted(parts, key=lambda part: max(max(self.row_lengths[row]) for row in part))
-            rows = keep_together(by_length, self.global_rows)
+            groups = self.group_of[rows] if len(self._sizes) else rows
+            parts = [rows[places] for places in _by_number(groups.tolist())]
+            parts.sort(key=lambda part: longest[part].max())
+            places = keep_together(np.array([len(part) for part in parts]), self.global_rows)
+            rows = np.concatenate(parts)[places]
             batches += [rows[i : i + self.global_rows] for i in range(0, len(rows), self.global_rows)]
         mixed = torch.randperm(len(batches), generator=generator).tolist()
-        return [row for index in mixed for row in batches[index]]
+        return np.concatenate([batches[index] for index in mixed])
+
+
+def _by_group(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Each row's group (rows,), the rows group by group (rows,), both int32, and sizes (groups,) int64.
+
+    Groups are numbered in the order of their first rows. All are empty where each row is one.
+    """
+    _, firsts, group_of = np.unique(groups, return_index=True, return_inverse=True)
+    if len(firsts) == len(groups):
+        return np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64)
+    group_of = firsts.argsort().argsort().astype(np.int32)[group_of]
+    return group_of, group_of.argsort(kind="stable").astype(np.int32), np.bincount(group_of)
+
+
+def _ranges(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The numbers first, first + 1, ... of each range, end to end."""
+    return np.repeat(firsts - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
 
 
 def _by_number(numbers: Iterable[int]) -> list[list[int]]:
@@ -177,28 +211,41 @@ def _by_number(numbers: Iterable[int]) -> list[list[int]]:
     return list(places.values())
 
 
-def keep_together(groups: Sequence[list[int]], size: int) -> list[int]:
-    """All rows, such that few groups lie across a multiple of `size`: what is next is the first group that
-    still fits in, and where none does, the beginning of the first of all.
+def keep_together(counts: np.ndarray, size: int) -> np.ndarray:
+    """The places of groups of rows, `counts` of each, end to end, in an order in which few groups lie across
+    a multiple of `size`: what is next is the first group that still fits in, and where none does, the
+    beginning of the first of all.
     """
-    groups, rows = list(groups), []
-    waiting: dict[int, deque[int]] = {}  # places of groups, by how many rows they have
-    for place, group in enumerate(groups):
-        waiting.setdefault(len(group), deque()).append(place)
-    while waiting:
-        room = size - len(rows) % size
-        place = min((places[0] for n, places in waiting.items() if n <= room), default=-1)
-        if place < 0:
-            place = min(places[0] for places in waiting.values())
-        group = groups[place]
-        waiting[len(group)].popleft()
-        if not waiting[len(group)]:
-            del waiting[len(group)]
-        rows += group[:room]
-        groups[place] = group[room:]
-        if groups[place]:
-            waiting.setdefault(len(groups[place]), deque()).appendleft(place)
-    return rows
+    if not (counts > 1).any():
+        return np.arange(len(counts))
+    firsts = np.cumsum(counts) - counts
+    groups = {n: (counts == n).nonzero()[0] for n in np.unique(counts).tolist()}
+    num_taken = dict.fromkeys(groups, 0)
+    rests: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (group, first row) of cut groups, by size
+    begins, takes, num_rows = array("q"), array("q"), 0
+
+    def next_of(n: int) -> int:
+        """The group of n rows, or rest of one, that is next."""
+        return rests[n][-1][0] if rests[n] else int(groups[n][num_taken[n]])
+
+    while groups or any(rests.values()):
+        room = size - num_rows % size
+        waiting = groups.keys() | {n for n, of_size in rests.items() if of_size}
+        n = min((n for n in waiting if n <= room), key=next_of, default=0) or min(waiting, key=next_of)
+        group = next_of(n)
+        if rests[n]:
+            begin = rests[n].pop()[1]
+        else:
+            begin = int(firsts[group])
+            num_taken[n] += 1
+            if num_taken[n] == len(groups[n]):
+                del groups[n]
+        begins.append(begin)
+        takes.append(min(n, room))
+        num_rows += takes[-1]
+        if n > room:
+            rests[n - room].append((group, begin + room))
+    return _ranges(np.frombuffer(begins, np.int64), np.frombuffer(takes, np.int64))
 
 
 def evaluation_batches(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -94,16 +95,19 @@ def build_global_batches(
     max_tokens = args.max_tokens_per_micro_batch.train
     if args.packed and not max_tokens:
         max_tokens = args.per_device_train_batch_size * len(columns) * args.max_seq_len
+    shared: Any = ()
+    if max_tokens and shared_length:
+        shared = np.fromiter(map(shared_length, dataset), np.int32, len(dataset))
     return GlobalBatches(
         dataset,
         collate,
         rows_per_micro_batch=args.per_device_train_batch_size,
         accumulation=args.gradient_accumulation_steps,
         seed=args.seed,
-        row_lengths=list(zip(*(dataset.lengths(column).tolist() for column in columns), strict=True)),
+        row_lengths=np.stack([dataset.lengths(column) for column in columns], axis=1).astype(np.int32),
         group_by_length=args.group_by_length,
         max_tokens=max_tokens,
-        shared_lengths=list(map(shared_length, dataset)) if max_tokens and shared_length else (),
+        shared_lengths=shared,
         **groups,
     )
 
@@ -170,7 +174,7 @@ def build_trainer(
     engine = build_engine(model, start.ds_config, args, num_steps)
     is_packed = runs_packed(args, model)
     batches.is_packed = is_packed
-    longest = max(map(sum, batches.row_lengths))
+    longest = int(batches.row_lengths.sum(axis=1).max())
     is_large = batches.rows * longest > CPU_PASS_TOKENS
     if is_packed and is_large and not args.max_tokens_per_micro_batch and not distributed.has_gpu():
         batches.max_tokens = max(CPU_PASS_TOKENS, longest)

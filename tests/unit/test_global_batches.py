@@ -1,9 +1,11 @@
 """Global batches do not depend on ranks or accumulation; an evaluation reads each row once; micro-batches."""
 
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -222,8 +224,9 @@ def test_groups_are_kept_together_by_hand():
     groups = [[0, 1, 2], [3, 4], [5], [6, 7, 8], [9], [10, 11, 12, 13, 14]]
     # Of 4: the first three and the first single one; two and the next single one, then the beginning of the
     # next, for none has one; and so on.
-    assert keep_together(groups, 4) == [0, 1, 2, 5, 3, 4, 9, 6, 7, 8, 10, 11, 12, 13, 14]
-    assert keep_together([[i] for i in range(9)], 4) == list(range(9))
+    counts = np.array([len(group) for group in groups])
+    assert keep_together(counts, 4).tolist() == [0, 1, 2, 5, 3, 4, 9, 6, 7, 8, 10, 11, 12, 13, 14]
+    assert keep_together(np.ones(9, int), 4).tolist() == list(range(9))
 
 
 GROUPS = [0] * 7 + [1, 2, 2, 3, 3, 3] + [4] * 3 + list(range(5, 20))  # 31 rows
@@ -287,3 +290,25 @@ def test_single_rows_are_as_without_groups():
     plain = GlobalBatches(ROWS, list, rows_per_micro_batch=8, seed=3)
     grouped = GlobalBatches(ROWS, list, rows_per_micro_batch=8, seed=3, groups=ROWS, max_of_group=1)
     assert [next(plain) for _ in range(9)] == [next(grouped) for _ in range(9)]
+
+
+def bytes_of(number: int) -> np.ndarray:
+    """What so many pairs keep, and what they take at most while an epoch is drawn."""
+    generator, rows = np.random.default_rng(0), [{}] * number
+    more = {"groups": generator.integers(0, number // 3, number), "max_of_group": 2, "max_tokens": 10**6}
+    tracemalloc.start()
+    try:
+        more["row_lengths"] = generator.integers(9, 300, (number, 2)).astype(np.int32)
+        more["shared_lengths"] = np.zeros(number, np.int32)
+        batches = GlobalBatches(rows, list, rows_per_micro_batch=64, **more)
+        next(batches)
+        return np.array(tracemalloc.get_traced_memory())
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_million_pairs_take_sixty_mebibytes():
+    """With the lengths of their answers, groups, and an epoch's order; more while an epoch is drawn."""
+    bytes_of(1_000)  # imports
+    kept, peak = (bytes_of(40_000) - bytes_of(20_000)) * 50 / 2**20
+    assert kept < 40 and peak < 75
