@@ -65,6 +65,7 @@ def short_runs(tiny: Any, tokenizer: Any, folder: Path) -> dict[str, tuple[int, 
     muon |= {"optimizer": "muon:1e-3"}
     experts = {"model_name_or_path": tiny.mixtral, "lora_dim": 4, "lora_module_name": ".", "zero_stage": 3}
     experts |= {"per_device_train_batch_size": 1, "dropout": 0.0, "gradient_checkpointing": True}
+    in_4_bits = {"lora_dim": 4, "load_in_4bit": True, "model_name_or_path": tiny.base}
     # Without rewards there are none of their numbers in the state.
     taught = {
         name: value for name, value in ppo.items() if name not in ("critic_model_name_or_path", "keep_best")
@@ -76,6 +77,7 @@ def short_runs(tiny: Any, tokenizer: Any, folder: Path) -> dict[str, tuple[int, 
         "sft, two ranks, ZeRO 3, Muon in bf16": (1, 2, single | muon),
         "sft, LoRA, bf16": (1, 1, single | {"lora_dim": 4, "dtype": "bf16", "packed": True}),
         "sft, LoRA of experts, two ranks, ZeRO 3": (1, 2, single | experts),
+        "sft, LoRA, 4 bits": (1, 1, single | in_4_bits),
         "reward": (2, 1, single),
         "dpo": (2, 1, single | {"loss": "dpo"}),
         "kto": (2, 1, single | {"loss": "kto"}),
@@ -180,6 +182,7 @@ def test_sft_killed(forks, flags, finished, tmp_path, point):
 
 
 VARIANTS = [("sft, two ranks, ZeRO 2", "kill"), ("sft, LoRA, bf16", "term")]
+VARIANTS += [("sft, LoRA, 4 bits", "kill")]
 VARIANTS += [("sft, LoRA of experts, two ranks, ZeRO 3", "term")]
 VARIANTS += [("sft, two ranks, ZeRO 3, Muon in bf16", "kill")]
 VARIANTS += [("reward, two ranks, ZeRO 3", "term"), ("dpo", "kill"), ("kto", "kill")]
