@@ -95,6 +95,12 @@ def test_texts_are_gone_on_from(ours):
     answer = ours.completions.create(model="left", prompt=["one", "two"], n=2, max_tokens=20)
     texts = ["left heard one"] * 2 + ["left heard two"] * 2
     assert [choice.text for choice in answer.choices] == texts
+    # Each behind its own prompt, and with the log-probabilities of it.
+    asked = {"prompt": ["one", "other"], "n": 2, "echo": True, "logprobs": 1}
+    choices = ours.completions.create(model="left", max_tokens=20, **asked).choices
+    expected = ["oneleft heard one"] * 2 + ["otherleft heard other"] * 2
+    assert [choice.text for choice in choices] == expected
+    assert ["".join(c.logprobs.tokens).rstrip(chr(END)) for c in choices] == expected
     ids = ours.completions.create(model="left", prompt=[104, 105], max_tokens=4, echo=True)
     assert ids.choices[0].text == "hileft" and ids.usage.prompt_tokens == 2
     pieces = ours.completions.create(model="left", prompt="x", stream=True)

@@ -133,8 +133,8 @@ def make_tokens(ratios, advantages, lengths, mask=None) -> LossTokens:
     )  # fmt: skip
 
 
-# Two responses, of 3 tokens (the last counts nothing) and of 2: ratios 2 * 0.5 and 1.2 * 1.2.
-TOKENS = ([2.0, 0.5, 9.0, 1.2, 1.2], [1.0, 3.0, 9.0, -1.0, -2.0], [3, 2])
+# Two responses, of 3 tokens (the last counts nothing) and of 2: ratios 2.205 * 0.5 and 1.2 * 1.2.
+TOKENS = ([2.205, 0.5, 9.0, 1.2, 1.2], [1.0, 3.0, 9.0, -1.0, -2.0], [3, 2])
 MASK = torch.tensor([True, True, False, True, True])
 
 
@@ -149,19 +149,19 @@ def gspo_of_a_product(tokens, clip_range):
 
 @forms(POLICY_LOSSES["gspo"].function, of_a_token=gspo_of_a_token, of_a_product=gspo_of_a_product)
 def test_gspo_by_hand(form, is_right):
-    """arXiv:2507.18071: the geometric means are 1 and 1.2; beyond the bounds there is no gradient."""
+    """arXiv:2507.18071: the geometric means are 1.05 and 1.2; beyond the bounds there is no gradient."""
 
     def check(form):
         tokens = make_tokens(*TOKENS, mask=MASK)
         losses, sides = form(tokens, (0.1, 0.1))
-        close(losses, [-1.0, -3.0, 0.0, 1.2, 2.4])  # a negative advantage is not clipped above
+        close(losses, [-1.05, -3.15, 0.0, 1.2, 2.4])  # a negative advantage is not clipped above
         losses.sum().backward()
-        close(tokens.new_logprobs.grad, [-1.0, -3.0, 0.0, 1.2, 2.4])  # each token's own, of the mean's size
+        close(tokens.new_logprobs.grad, [-1.05, -3.15, 0.0, 1.2, 2.4])  # each token's own, of the mean's size
         tokens = make_tokens(TOKENS[0], [-x for x in TOKENS[1]], TOKENS[2], mask=MASK)
         losses, sides = form(tokens, (0.1, 0.1))
-        close(losses, [1.0, 3.0, 0.0, -1.1, -2.2])
+        close(losses, [1.05, 3.15, 0.0, -1.1, -2.2])
         losses.sum().backward()
-        close(tokens.new_logprobs.grad, [1.0, 3.0, 0.0, 0.0, 0.0])
+        close(tokens.new_logprobs.grad, [1.05, 3.15, 0.0, 0.0, 0.0])
         assert sides["clip_fraction_high"].tolist() == [False, False, False, True, True]
 
     judge(check, form, is_right)
@@ -216,7 +216,7 @@ def test_a_loss_is_found_with_its_options_and_tried(tmp_path, monkeypatch):
     loss, options = find_policy_loss("losses_of_a_test:plain:sharpness=2")
     assert loss == PolicyLoss("losses_of_a_test:plain", loss.function) and options == {"sharpness": 2.0}
     losses, _ = build_policy_loss("losses_of_a_test:plain:sharpness=2", "0.2")(make_tokens(*TOKENS))
-    close(losses[:2], [-2 * math.log(2), 6 * math.log(2)])
+    close(losses[:2], [-2 * math.log(2.205), 6 * math.log(2)])
     assert find_policy_loss("gspo") == (POLICY_LOSSES["gspo"], {})
     for text, message in {
         "losses_of_a_test:reduced": r"the loss of two tokens has the shape \(\), not \(2,\): give one",

@@ -30,6 +30,7 @@ from step3_ppo.algorithms import ALGORITHMS, add_ppo_advantages, fill_defaults
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.score_sum import ScoreSum
+from step3_ppo.rewards.text_rewards import parse_on_error
 from step3_ppo.roles import LoraReference, MovingReference, Reference, Roles
 from step3_ppo.rollout import Rollout, add_sampling_mask
 
@@ -69,8 +70,9 @@ class FakeReward:
 
 
 def build(
-    score_of=lambda x: x, *, rounds=0, source="rollout", staleness=0, texts=None, bias=0.0, caps="64", **how
-):
+    score_of=lambda x: x, *, rounds=0, source="rollout", staleness=0, texts=None, bias=0.0, caps="64",
+    on_error="refuse", **how,
+):  # fmt: skip
     def values(batches):
         return [(batch.data["rollout_logprobs"] * 2, torch.zeros(len(batch))) for batch in batches]
 
@@ -88,7 +90,7 @@ def build(
         max_tokens_per_micro_batch=TokenCaps(caps),
     )
     texts = {"function_f": texts} if texts else {}
-    scores = ScoreSum(specs, texts, lambda ids: f"<{len(ids)}>", bias=bias)
+    scores = ScoreSum(specs, texts, lambda ids: f"<{len(ids)}>", parse_on_error(on_error), bias=bias)
     return Rollout(args, roles, scores, **how)
 
 
@@ -178,6 +180,13 @@ def test_groups_of_one_score_are_replaced_by_groups_of_further_prompts():
     batch = rollout.collect(prompts, 0)
     assert batch.ids == (2, 3, 8, 9, 10, 11) and prompts.num_drawn == 2
     assert rollout.refilled_fraction == pytest.approx(4 / 6)
+
+
+def test_a_group_whose_other_answer_has_no_score_is_replaced():
+    """Its stand-in is no second score: there is nothing to learn from."""
+    rollout = build(lambda sample: math.nan if sample == 2 else sample, rounds=1, on_error="mask")
+    batch = rollout.collect(EndlessPrompts(), 0)
+    assert batch.ids == (0, 1, 4, 5, 6, 7) and rollout.refilled_fraction == pytest.approx(2 / 6)
 
 
 def test_after_the_last_round_a_group_of_one_score_stays():
