@@ -50,7 +50,7 @@ def open_trainer(**flags):
     fails = []
     trainer.minibatches, trainer.finish_step = minibatches, lambda current: dict(current.means)
     trainer.losses = SimpleNamespace(update=update, update_by_text=lambda: update(["text"]))
-    run = SimpleNamespace(point=lambda *_: None, refuse=lambda *_: asked.append("refused"))
+    run = SimpleNamespace(num_updates=0, point=lambda *_: None, refuse=lambda *_: asked.append("refused"))
     return trainer, run, asked, fails
 
 
@@ -137,7 +137,7 @@ def test_a_critic_that_is_right_leaves_no_advantage_while_statistics_move(kind, 
 
 def test_hooks_run_before_and_after_each_phase(monkeypatch):
     """R37: in the order of the phases, each with what the phase begins or ends with, which it may change."""
-    seen = []
+    seen, learned, minibatches = [], [], [["first"], ["second"], ["left out"]]
     monkeypatch.setattr("step3_ppo.hooks.HOOKS", {point: [] for point in HOOKS})
     for point in HOOKS:
         register_hook(point)(lambda trainer, batch, point=point: seen.append((point, batch)))
@@ -146,18 +146,31 @@ def test_hooks_run_before_and_after_each_phase(monkeypatch):
     def double(trainer, batch):
         return batch.with_numbers("scores", 2 * batch.numbers("scores"))
 
+    @register_hook("before_advantages")
+    def raise_scores(trainer, batch):
+        return batch.with_numbers("scores", 1 + batch.numbers("scores"))
+
+    @register_hook("after_advantages")
+    def mark_batch(trainer, batch):
+        return batch.with_numbers("marks", batch.numbers("scores"))
+
+    @register_hook("before_update")
+    def mark(trainer, micro_batches):
+        return [*micro_batches, "marked"]
+
     with pytest.raises(ValueError, match="there is no hook 'after_rolout'; choose from before_step"):
         register_hook("after_rolout")
     algorithm, rollout = ALGORITHMS["ppo"], KnowingCritic()
     rollout.normaliser = ValueNormaliser("exp")
-    logger, run = SimpleNamespace(log=lambda *_: None), SimpleNamespace(point=lambda *_: None)
+    logger = SimpleNamespace(log=lambda *_: None)
+    run = SimpleNamespace(num_updates=0, point=lambda *_: None)
     args = fill_defaults(PPOArguments(reward_clip=0.0, kl_coef=0.0), algorithm)
     trainer = PPOTrainer(args, algorithm, rollout, None, None, logger)
-    trainer.minibatches = lambda current: [["first"], ["second"], ["left out"]]
+    trainer.minibatches = lambda current: learned.append(current.batch) or list(minibatches)
 
     def update(current, make_step, micro_batches, *_):
         seen.append(("update", micro_batches))
-        return micro_batches != ["left out"]
+        return micro_batches != ["left out", "marked"]
 
     trainer.update = update
     trainer._write_responses = lambda *_: None
@@ -166,8 +179,12 @@ def test_hooks_run_before_and_after_each_phase(monkeypatch):
     begin = ["before_step", "before_rollout", "after_rollout", "before_advantages", "after_advantages"]
     assert [point for point, _ in seen] == [*begin, *update, *update, *update[:2], "after_step"]
     of_point = dict(seen)
-    assert of_point["before_rollout"] is None and of_point["after_update"] == ["second"]
-    assert numbers["objective/score"] == pytest.approx(2 * 7.0)  # of 3, 6 and 12
+    assert of_point["before_rollout"] is None and of_point["after_update"] == ["second", "marked"]
+    assert of_point["before_update"] == ["left out"]
+    assert of_point["update"] == ["left out", "marked"], "what a hook returns is used"
+    assert numbers["objective/score"] == pytest.approx(1 + 2 * 7.0)  # of 3, 6 and 12
+    assert run.num_updates == 2, "what is left out is no update"
+    assert "marks" in learned[0].data and of_point["after_step"] is learned[0]
     assert "advantages" in of_point["after_advantages"].data and of_point["after_step"] is not None
 
 
@@ -204,3 +221,16 @@ def test_the_pass_for_prox_is_spared_where_versions_are_equal(sampled_at, recomp
     close(found.data["correction_weights"], (prox - sampled).exp().clamp(max=1.2))
     assert numbers["correction/kl"] == pytest.approx(float((sampled - prox).mean()), abs=1e-6)
     assert numbers["correction/weight_max"] == pytest.approx(float((prox - sampled).exp().max()))
+
+
+def test_the_kl_controller_counts_the_samples_of_all_ranks(monkeypatch):
+    """Three on this rank, of two; the step's own coefficient is logged."""
+    algorithm, logger = ALGORITHMS["ppo"], SimpleNamespace(log=lambda *_: None)
+    args = fill_defaults(PPOArguments(kl_coef=0.5, kl_target=0.1), algorithm)
+    trainer = PPOTrainer(args, algorithm, KnowingCritic(), None, None, logger)
+    trainer._write_responses = lambda *_: None
+    monkeypatch.setattr("step3_ppo.ppo_trainer.distributed.world_size", lambda: 2)
+    batch = make_rollout_batch([0, 1, 2], [2, 1, 1], [3, 1, 6])
+    numbers = trainer.finish_step(OpenStep(1, batch, {"objective/kl": 0.11}))
+    assert numbers["objective/kl_coef"] == 0.5
+    assert trainer.kl_controller.coef == pytest.approx(0.5 * (1 + 0.1 * 6 / 10_000), rel=1e-9)
