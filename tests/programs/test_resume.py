@@ -59,6 +59,8 @@ def flags(tiny, tiny_tokenizer, tmp_path_factory):
     mixed |= {"num_samples_per_prompt": 2, "per_device_generation_batch_size": 2, "ref_ema_decay": 0.7}
     muon = {"zero_stage": 3, "per_device_train_batch_size": 1, "dtype": "bf16", "optimizer_dtype": "bf16"}
     muon |= {"optimizer": "muon:1e-3"}
+    scale = tmp_path_factory.mktemp("config") / "scale.json"
+    scale.write_text(json.dumps({"fp16": {"initial_scale_power": 4, "loss_scale_window": 2}}))
     # Without rewards there are none of their numbers in the state.
     taught = {
         name: value for name, value in ppo.items() if name not in ("critic_model_name_or_path", "keep_best")
@@ -69,6 +71,8 @@ def flags(tiny, tiny_tokenizer, tmp_path_factory):
         "sft, two ranks, ZeRO 2": (1, 2, single | {"zero_stage": 2, "per_device_train_batch_size": 1}),
         "sft, two ranks, ZeRO 3, Muon in bf16": (1, 2, single | muon),
         "sft, LoRA, bf16": (1, 1, single | {"lora_dim": 4, "dtype": "bf16", "packed": True}),
+        # Its loss scale grows at every second step.
+        "sft, fp16": (1, 1, single | {"dtype": "fp16", "ds_config": scale}),
         "reward": (2, 1, single),
         "dpo": (2, 1, single | {"loss": "dpo"}),
         "kto": (2, 1, single | {"loss": "kto"}),
@@ -185,7 +189,9 @@ def test_single_model_variants(forks, flags, finished, tmp_path, variant, do):
     assert_same_run(tmp_path / "output", finished(variant))
 
 
-@pytest.mark.parametrize("variant", ["sft", "sft, two ranks, ZeRO 2", "ppo, two ranks, ZeRO 2, bf16"])
+@pytest.mark.parametrize(
+    "variant", ["sft", "sft, fp16", "sft, two ranks, ZeRO 2", "ppo, two ranks, ZeRO 2, bf16"]
+)
 def test_on_a_pretended_gpu(forks, flags, tmp_path, variant):
     """Its offloaded optimizer, its average and its random numbers come back to where they were."""
     step, ranks, values = flags[variant]

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -18,6 +19,7 @@ from common.data.packed_batch import ROW_IDS, PackedBatch, collate_prompts
 from common.engine.ds_config import build_config, build_engine
 from common.engine.engine_step import LossTerm, compute_gradients, take_steps
 from common.flags.value_forms import TokenCaps
+from common.generation.decode import SamplingOptions
 from common.generation.generate import Generation
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.lora import LoraOptions, add_lora, trained_weights
@@ -28,10 +30,10 @@ from common.ranks.failures import StepRefused
 from step1_sft.arguments import SFTArguments
 from step3_ppo.algorithms import ALGORITHMS, add_ppo_advantages, fill_defaults
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.rewards.reward_specs import RewardSpec
+from step3_ppo.rewards.reward_specs import RewardSpec, parse_rewards
 from step3_ppo.rewards.score_sum import ScoreSum
 from step3_ppo.rewards.text_rewards import parse_on_error
-from step3_ppo.roles import LoraReference, MovingReference, Reference, Roles
+from step3_ppo.roles import Actor, LoraReference, MovingReference, Reference, Roles, build_roles
 from step3_ppo.rollout import Rollout, add_sampling_mask
 
 DIRECTIONS = ("copy to the device", "copy to the host")
@@ -148,6 +150,50 @@ def test_each_prompt_has_a_greedy_answer_that_is_scored_and_in_no_row():
     assert batch.numbers("greedy_scores").tolist() == [-1.5, -1.5, -0.5, -0.5, 0.5, 0.5]  # samples 0, 1, 2
     assert batch.numbers("greedy_lengths").tolist() == [3] * 6
     assert "greedy_scores" not in build().collect(EndlessPrompts(), version=0).data
+
+
+@pytest.mark.parametrize("is_greedy", [False, True])
+def test_a_greedy_answer_takes_the_likeliest_tokens(is_greedy):
+    """And is else made as the flags say; the others are sampled."""
+    asked, mask = [], torch.ones(1, 3, dtype=torch.bool)
+
+    def generate(ids, mask, sample_ids, options, **how):
+        asked.append(options)
+        return SimpleNamespace(response_mask=mask)
+
+    flops = SimpleNamespace(of_generation=lambda *_: 0)
+    engine = SimpleNamespace(module=SimpleNamespace(flops=flops))
+    hybrid = SimpleNamespace(engine=engine, generation_mode=None, generate=generate)
+    sampling = SamplingOptions(max_new_tokens=4, stop_token_id=0, pad_token_id=0, top_k=7, temperature=0.5)
+    Actor(hybrid, sampling, is_packed=False).generate(
+        mask.long(), mask, torch.arange(2), num_samples=2, is_greedy=is_greedy
+    )
+    assert asked == [replace(sampling, top_k=1) if is_greedy else sampling]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize("teacher", [False, True])
+@pytest.mark.parametrize("flag", ["", "offload_reference_model", "offload_reward_model"])
+@pytest.mark.usefixtures("process_group")
+def test_a_flag_offloads_the_model_that_it_names(
+    flag, teacher, zero_stage, tiny_model_folder, tiny_tokenizer, reward_export
+):
+    args = PPOArguments(
+        actor_model_name_or_path=tiny_model_folder("llama"),
+        critic_model_name_or_path=reward_export,
+        teacher_model_name_or_path=tiny_model_folder("gpt2") if teacher else "",
+        reward=[f"model:{reward_export}"],
+        dtype="fp32",
+        actor_zero_stage=zero_stage,
+        critic_zero_stage=zero_stage,
+        **({flag: True} if flag else {}),
+    )
+    roles = build_roles(args, tiny_tokenizer, parse_rewards(args.reward), 9, has_critic=False)
+    found = (roles.reference, roles.rewards["model"])
+    expected = [flag == "offload_reference_model", flag == "offload_reward_model"]
+    if zero_stage == 3:  # DeepSpeed's
+        assert [role.model.zero_offload_param() is not None for role in found] == expected
+    assert [role.is_offloaded for role in found] == [x and zero_stage < 3 for x in expected]
 
 
 def test_the_page_names_what_a_rollout_batch_holds():
