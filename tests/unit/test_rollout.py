@@ -73,7 +73,7 @@ class FakeReward:
 
 def build(
     score_of=lambda x: x, *, rounds=0, source="rollout", staleness=0, texts=None, bias=0.0, caps="64",
-    on_error="refuse", **how,
+    on_error="refuse", replays=False, **how,
 ):  # fmt: skip
     def values(batches):
         return [(batch.data["rollout_logprobs"] * 2, torch.zeros(len(batch))) for batch in batches]
@@ -89,6 +89,7 @@ def build(
         dynamic_sampling_rounds=rounds,
         old_logprobs=source,
         rollout_staleness=staleness,
+        replay_sampling_support=replays,
         max_tokens_per_micro_batch=TokenCaps(caps),
     )
     texts = {"function_f": texts} if texts else {}
@@ -293,6 +294,8 @@ def test_the_sampler_is_trusted_as_long_as_it_agrees():
     assert not strict.recomputes and strict.max_gap == 1e-3, "an update above it is refused"
     recompute = build(source="recompute")
     assert recompute.recomputes and recompute.judge_gap(1e-9) is None and recompute.recomputes
+    replayed = build(source="auto", replays=True)  # the sampler's are of other probabilities
+    assert replayed.recomputes and replayed.judge_gap(1e-9) is None and replayed.recomputes
     stale = build(source="auto", staleness=1)
     assert stale.judge_gap(1e-9) is None and stale.recomputes
 
