@@ -68,8 +68,12 @@ def test_a_step_on_text_follows_each_step_that_was_made():
     """A restart behind a refused step must make the same ones."""
     text = {"unsupervised_dataset_name": "x", "unsup_step": "own"}
     trainer, run, asked, fails = open_trainer(**text)
+    averaged = []
+    trainer.ema = SimpleNamespace(update=lambda: averaged.append(len(asked)))
     assert trainer.train_step(1, run) == {"policy/approx_kl": [0.0] * 2, "policy/unsup_loss": [1.0] * 2}
     assert [one[0] for one in asked] == ["minibatch 1", "text", "minibatch 2", "text"]
+    assert averaged == [1, 2, 3, 4], "the average moves with each of them"
+    assert run.num_updates == 2, "of minibatches"
     trainer, run, asked, fails = open_trainer(**text)
     fails += ["minibatch 1", "text"]
     means = trainer.train_step(1, run)
@@ -207,7 +211,8 @@ def test_the_pass_for_prox_is_spared_where_versions_are_equal(sampled_at, recomp
     rollout = SimpleNamespace(
         roles=SimpleNamespace(actor=actor), scores=ScoreSum([]), recomputes=recomputes, score_cap=TokenCap(8)
     )
-    args = fill_defaults(PPOArguments(rollout_correction="tis:1.2"), algorithm)
+    lengths = {"loss_aggregation": "constant", "max_answer_seq_len": 40, "max_prompt_seq_len": 9}
+    args = fill_defaults(PPOArguments(rollout_correction="tis:1.2", **lengths), algorithm)
     trainer = PPOTrainer(args, algorithm, rollout, None, None, None)
     if is_spared is None:
         with pytest.raises(AssertionError, match="step 5 has tokens of a policy that has made 5 steps"):
@@ -215,6 +220,7 @@ def test_the_pass_for_prox_is_spared_where_versions_are_equal(sampled_at, recomp
         return
     found, numbers = trainer.add_advantages(5, batch).batch, trainer.add_advantages(5, batch).summary
     assert found.ids == batch.ids and bool(passes) != is_spared
+    assert found.numbers("loss_counts").tolist() == [40.0] * 3, "as many tokens as an answer may have"
     sampled = found.data["rollout_logprobs"]
     prox = found.data["old_logprobs"] if is_spared else sampled + 0.25
     close(found.data["prox_logprobs"], prox)

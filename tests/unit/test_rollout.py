@@ -26,6 +26,7 @@ from common.models.lora import LoraOptions, add_lora, trained_weights
 from common.models.offloaded_weights import OffloadedWeights
 from common.models.output_head import SamplingMask
 from common.models.policy_model import PolicyModel
+from common.ranks import distributed
 from common.ranks.failures import StepRefused
 from step1_sft.arguments import SFTArguments
 from step3_ppo.algorithms import ALGORITHMS, add_ppo_advantages, fill_defaults
@@ -220,13 +221,17 @@ def test_old_logprobs_are_the_trainers_where_they_are_recomputed_or_not_trained_
     assert held_out.data["old_logprobs"].eq(-0.625).all() and "old_values" not in held_out.data
 
 
-def test_groups_of_one_score_are_replaced_by_groups_of_further_prompts():
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_groups_of_one_score_are_replaced_by_groups_of_further_prompts(num_ranks, monkeypatch):
+    """The share is of the rows of all ranks."""
+    ranks = vars(distributed) | {"world_size": lambda: num_ranks}
+    monkeypatch.setattr("step3_ppo.rollout.distributed", SimpleNamespace(**ranks))
     # Prompts 0 and 2 have one score; of the next draw prompt 3 has one too, 4 and 5 have not.
     scores = {0: 1, 1: 1, 2: 0, 3: 1, 4: 2, 5: 2, 6: 7, 7: 7, 8: 0, 9: 1, 10: 5, 11: 6}
     rollout, prompts = build(scores.__getitem__, rounds=3), EndlessPrompts()
     batch = rollout.collect(prompts, 0)
     assert batch.ids == (2, 3, 8, 9, 10, 11) and prompts.num_drawn == 2
-    assert rollout.refilled_fraction == pytest.approx(4 / 6)
+    assert rollout.refilled_fraction == pytest.approx(4 / 6 / num_ranks)
 
 
 def test_a_group_whose_other_answer_has_no_score_is_replaced():
