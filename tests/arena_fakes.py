@@ -60,6 +60,7 @@ class FakeModel(Answerer):
         on_text: TextCallback | None = None,
     ) -> list[Answer]:
         self.asked.append(sampling)
+        self.keeps_space = keeps_space
         answers = []
         for number in range(sampling.num_answers):
             text = self.say(self.tokenizer.decode(prompt_ids).split("|")[-1])

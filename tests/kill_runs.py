@@ -91,7 +91,7 @@ def main() -> int:
         wholes: dict[str, float] = {}
         with fork_server(folder / "log") as forks:
             for number in range(args.count):
-                name = generator.choice(list(runs))
+                name = generator.choice([name for name in runs if "fp16" not in name])  # it needs a GPU
                 step, ranks, flags = runs[name]
                 if name not in wholes:
                     done = forks.run(step, flags | {"output_dir": folder / name}, ranks=ranks)

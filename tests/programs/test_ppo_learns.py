@@ -7,6 +7,8 @@ import tiny_inputs
 from program_runs import largest_difference, read_curve, read_metrics, read_weights, run_here
 from tiny_inputs import step_flags
 
+from step3_ppo.ppo_trainer import PPOTrainer
+
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("lone_process", "no_pictures")]
 
 NUM_PROMPTS = 32
@@ -156,6 +158,25 @@ def test_ema_is_the_average_of_the_weights_after_each_update(ppo, tiny):
     assert largest_difference(average, by_hand) < 1e-6
 
 
+def test_a_moving_reference_moves_once_a_step(ppo, monkeypatch):
+    """Of two updates; then too it is d of what it was and 1 - d of what the actor is."""
+    decay, train_step, moved = 0.6, PPOTrainer.train_step, []
+
+    def look(trainer, *args):
+        average = trainer.ref_average
+        before = {name: x.clone() for name, x in average.averages.items()}
+        numbers = train_step(trainer, *args)
+        weights = {name: p.detach().flatten() for name, p in average.parameters.items()}
+        by_hand = {name: decay * before[name] + (1 - decay) * weights[name] for name in before}
+        assert largest_difference(average.averages, by_hand) < 1e-6
+        moved.append(largest_difference(weights, before))
+        return numbers
+
+    monkeypatch.setattr(PPOTrainer, "train_step", look)
+    ppo(ref_ema_decay=decay, ppo_epochs=2)
+    assert len(moved) == 2 and min(moved) > 1e-3
+
+
 def test_entropy_bonus_keeps_entropy(ppo, lover):
     flags = {"critic_model_name_or_path": lover, "max_train_steps": 12, "kl_coef": 0.0}
     entropy = [read_curve(ppo(entropy_coef=coef, **flags), "policy/entropy")[-1] for coef in (0.0, 0.5)]
@@ -177,15 +198,20 @@ def test_updates_end_early_when_the_policy_has_moved(ppo):
 
 
 def test_an_update_that_goes_too_far_is_left_out(ppo, one_step):
-    """ReaL's rule: actor and critic are those of the first minibatch, and each later one is looked at."""
-    flags = {"max_train_steps": 1, "reward_clip": 0, "ema_decay": 0.5}
-    output = ppo(early_stop_kl="1e-7:skip", ppo_epochs=4, **flags)
-    (row,) = read_metrics(output)
-    assert row["policy/num_updates"] == 1 and "perf/bad_steps" not in row
-    plain = ppo(**flags)
+    """ReaL's rule: actor and critic are those of the first minibatch, and each later one is looked at.
+
+    Nothing is left of it for the next step, either.
+    """
+    flags = {"max_train_steps": 2, "reward_clip": 0, "ema_decay": 0.5}
+    outputs = ppo(early_stop_kl="1e-7:skip", ppo_epochs=4, **flags), ppo(**flags)
+    for row, of_plain in zip(*map(read_metrics, outputs), strict=True):
+        assert row["policy/num_updates"] == 1 and "perf/bad_steps" not in row
+        for name in ("policy/grad_norm", "value/grad_norm"):
+            assert row[name] == of_plain[name]
     for export in ("export", "export_ema"):
-        assert largest_difference(read_weights(output / export), read_weights(plain / export)) == 0
-    assert largest_difference(read_weights(output / "export"), read_weights(one_step / "export")) == 0
+        weights = [read_weights(output / export) for output in outputs]
+        assert largest_difference(*weights) == 0
+    assert read_metrics(one_step)[0]["policy/grad_norm"] == read_metrics(outputs[0])[0]["policy/grad_norm"]
 
 
 def test_a_correction_tells_how_far_the_sampler_is(ppo):
@@ -210,7 +236,9 @@ def test_a_step_in_which_nothing_counts_moves_nothing(ppo, tiny):
     assert largest_difference(read_weights(tiny.base), read_weights(output / "export")) == 0
 
 
-@pytest.mark.parametrize("flags", [{"top_k": 3}, {"top_k": 8, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "flags", [{"top_k": 3}, {"top_k": 8, "top_p": 0.9}, {"top_p": 0.7, "temperature": 0.7}], ids=str
+)
 def test_replayed_support_makes_ratio_and_kl_exact(ppo, flags):
     """The sampler's own probabilities, taken among what it could draw, are those of actor and reference."""
     for hybrid in ({}, {"enable_hybrid_engine": True}):

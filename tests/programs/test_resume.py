@@ -66,6 +66,8 @@ def short_runs(tiny: Any, tokenizer: Any, folder: Path) -> dict[str, tuple[int, 
     experts = {"model_name_or_path": tiny.mixtral, "lora_dim": 4, "lora_module_name": ".", "zero_stage": 3}
     experts |= {"per_device_train_batch_size": 1, "dropout": 0.0, "gradient_checkpointing": True}
     in_4_bits = {"lora_dim": 4, "load_in_4bit": True, "model_name_or_path": tiny.base}
+    scale = folder / "scale.json"
+    scale.write_text(json.dumps({"fp16": {"initial_scale_power": 4, "loss_scale_window": 2}}))
     # Without rewards there are none of their numbers in the state.
     taught = {
         name: value for name, value in ppo.items() if name not in ("critic_model_name_or_path", "keep_best")
@@ -78,6 +80,8 @@ def short_runs(tiny: Any, tokenizer: Any, folder: Path) -> dict[str, tuple[int, 
         "sft, LoRA, bf16": (1, 1, single | {"lora_dim": 4, "dtype": "bf16", "packed": True}),
         "sft, LoRA of experts, two ranks, ZeRO 3": (1, 2, single | experts),
         "sft, LoRA, 4 bits": (1, 1, single | in_4_bits),
+        # Its loss scale grows at every second step.
+        "sft, fp16": (1, 1, single | {"dtype": "fp16", "ds_config": scale}),
         "reward": (2, 1, single),
         "dpo": (2, 1, single | {"loss": "dpo"}),
         "kto": (2, 1, single | {"loss": "kto"}),
@@ -196,7 +200,9 @@ def test_single_model_variants(forks, flags, finished, tmp_path, variant, do):
     assert_same_run(tmp_path / "output", finished(variant))
 
 
-@pytest.mark.parametrize("variant", ["sft", "sft, two ranks, ZeRO 2", "ppo, two ranks, ZeRO 2, bf16"])
+@pytest.mark.parametrize(
+    "variant", ["sft", "sft, fp16", "sft, two ranks, ZeRO 2", "ppo, two ranks, ZeRO 2, bf16"]
+)
 def test_on_a_pretended_gpu(forks, flags, tmp_path, variant):
     """Its offloaded optimizer, its average and its random numbers come back to where they were."""
     step, ranks, values = flags[variant]

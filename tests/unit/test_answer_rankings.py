@@ -44,20 +44,25 @@ ABC = [("a", "b", False, False), ("a", "c", False, False), ("b", "c", False, Tru
 SCORED_TEXTS = [{"text": "c", "score": 0}, {"text": "a", "score": 9}, {"text": "b", "score": 1}]
 
 
+RANKED_TEXTS = [{"answer": "c", "rank": 3}, {"answer": "a", "rank": 1}, {"answer": "b", "rank": 2}]
+
+
 @pytest.mark.parametrize(
-    "row",
+    ("row", "margins"),
     [
-        {"prompt": "hi", "ranked_answers": ["a", "b", "c"]},
-        {"prompt": "hi", "responses": ["c", "a", "b"], "scores": [-1, 2.5, 0]},
-        {"prompt": "hi", "responses": ["c", "a", "b"], "ranks": [3, 1, 2]},
-        {"prompt": "\n\nHuman: hi\n\nAssistant: ", "answers": SCORED_TEXTS},
+        ({"prompt": "hi", "ranked_answers": ["a", "b", "c"]}, [0, 0, 0]),
+        ({"prompt": "hi", "responses": ["c", "a", "b"], "scores": [-1, 2.5, 0]}, [2.5, 3.5, 1]),
+        ({"prompt": "hi", "responses": ["c", "a", "b"], "ranks": [3, 1, 2]}, [0, 0, 0]),
+        ({"prompt": "\n\nHuman: hi\n\nAssistant: ", "answers": SCORED_TEXTS}, [8, 9, 1]),
+        ({"prompt": "hi", "answers": RANKED_TEXTS}, [0, 0, 0]),
+        ({"prompt": "hi", "completions": RANKED_TEXTS}, [0, 0, 0]),
     ],
 )
-def test_every_form_of_a_ranking(row):
+def test_every_form_of_a_ranking(row, margins):
+    """Places in an order say nothing of how far apart two answers are: they give no margin."""
     found = read_row(row)
     assert pairs(found) == ABC and {e.prompt for e in found} == {HI}
-    margins = [2.5, 3.5, 1.0] if "scores" in row else [8.0, 9.0, 1.0] if "answers" in row else [0.0] * 3
-    assert [e.margin for e in found] == margins, "ranks have no distance"
+    assert [e.margin for e in found] == margins
 
 
 def test_answers_that_a_reward_compares_with_are_no_ranking():

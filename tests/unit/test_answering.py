@@ -105,6 +105,10 @@ def test_an_answer_fits_into_the_models_positions(tiny_model_folder, prompts_rea
     [text] = greedy.answer(long_turn)
     assert prompts_read[-1].endswith("s here\n\nAssistant:")
     assert greedy.sampling.max_new_tokens == 120 and text
+    for room in (3, 1):  # less than a request asks for
+        ids = (greedy.encode(QUESTIONS[0]) * 128)[: 128 - room]
+        [answer] = greedy.respond(ids, dataclasses.replace(greedy.sampling, max_new_tokens=20))
+        assert (len(answer.token_ids), answer.finish_reason) == (room, "length")
 
 
 def test_a_model_that_cannot_answer_is_named(tiny_model_folder, tmp_path):

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import transformers
 from planned_runs import GIB, LLAMA_7B, NUM_350M, OPT_1B, OPT_350M, make_run, ppo, single
 from pretended_gpu import pretended_gpu
@@ -130,6 +132,15 @@ def test_a_step_that_does_not_fit_the_gpu_that_is_there_is_not_started(
     monkeypatch.setattr("tools.plan.with_own_gpu", ask)
     found, printed = run_plan(1, "--gpu", "here", "--per_device_train_batch_size", "1")
     assert found == code and all(text in printed for text in words), printed
+
+
+@pytest.mark.parametrize(("num_gpus", "gib"), [(2, 24.0), (1, 80.0), (3, 16.0)])
+def test_the_smallest_gpu_that_is_used_is_planned_for(num_gpus, gib):
+    args = single(OPT_1B, "--num_gpus", str(num_gpus)).args
+    own = [mock.Mock(total_memory=size * GIB) for size in (80, 24, 16)]
+    found = {"device_count": lambda: len(own), "get_device_properties": own.__getitem__}
+    with pretended_gpu(), mock.patch.multiple(torch.cuda, **found):
+        assert with_own_gpu(args).gpu_memory_gib == gib
 
 
 def test_what_cannot_be_planned_stops_nobody(run_plan):

@@ -86,6 +86,24 @@ def test_a_chat_model_loads_with_from_pretrained_and_has_the_same_logits(
     assert read_metadata(str(tmp_path / "export")) == {"template": "human_assistant"}
 
 
+@pytest.mark.parametrize("multiple", [1, 100])
+def test_rows_that_no_token_has_are_exported_too(multiple, tiny_model_folder, tmp_path):
+    """Published models have more rows than their tokenizer has tokens; what is padded here is cut off."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder("llama"))
+    model.resize_token_embeddings(384, mean_resizing=False)
+    model.save_pretrained(tmp_path / "base")
+    tokenizer, expected = load_tokenizer(tiny_model_folder("llama")), model.state_dict()
+    for _ in range(2):  # what it gives is taken as it was
+        options = ModelOptions(str(tmp_path / "base"), dropout=0.0, pad_vocab_multiple=multiple)
+        loaded = load_causal_lm(options, len(tokenizer))
+        assert loaded.config.vocab_size == max(384, 4 * multiple)
+        save_export(tmp_path / "base", loaded, tokenizer)
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        assert found.config.vocab_size == 384 > len(tokenizer)
+        for name, weight in found.state_dict().items():
+            assert weight.equal(expected[name]), name
+
+
 @pytest.mark.parametrize(("family", "lora_dim"), CASES)
 def test_a_reward_model_is_a_sequence_classifier_with_the_same_scores(
     family, lora_dim, tiny_model_folder, tmp_path

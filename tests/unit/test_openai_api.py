@@ -64,7 +64,7 @@ def test_a_conversation_is_answered(ours, models):
     assert answer.choices[0].finish_reason == "stop" and answer.object == "chat.completion"
     sampling = models["left"].asked[-1]
     assert (sampling.temperature, sampling.top_p, sampling.max_new_tokens) == (0.2, 0.9, 40)
-    assert (sampling.seed, sampling.num_answers) == (7, 2)
+    assert (sampling.seed, sampling.num_answers) == (7, 2) and not models["left"].keeps_space
     prompt, new = len("Be kind.|How are you?"), 2 * len("left heard How are you?") + 2
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt, new)
     assert answer.usage.total_tokens == prompt + new
@@ -91,10 +91,21 @@ def test_a_streamed_answer_put_together_is_the_answer(ours):
     assert chunks[-1].usage.completion_tokens == 30 and chunks[-1].choices == []
 
 
-def test_texts_are_gone_on_from(ours):
+def test_texts_are_gone_on_from(ours, models):
     answer = ours.completions.create(model="left", prompt=["one", "two"], n=2, max_tokens=20)
     texts = ["left heard one"] * 2 + ["left heard two"] * 2
-    assert [choice.text for choice in answer.choices] == texts
+    assert [choice.text for choice in answer.choices] == texts and models["left"].keeps_space
+    assert answer.usage.prompt_tokens == len("one") + len("two")
+    told = dict.fromkeys(range(4), "")
+    for piece in ours.completions.create(model="left", prompt=["one", "two"], n=2, stream=True):
+        told[piece.choices[0].index] += piece.choices[0].text
+    assert list(told.values()) == texts
+    # Each behind its own prompt, and with the log-probabilities of it.
+    asked = {"prompt": ["one", "other"], "n": 2, "echo": True, "logprobs": 1}
+    choices = ours.completions.create(model="left", max_tokens=20, **asked).choices
+    expected = ["oneleft heard one"] * 2 + ["otherleft heard other"] * 2
+    assert [choice.text for choice in choices] == expected
+    assert ["".join(c.logprobs.tokens).rstrip(chr(END)) for c in choices] == expected
     ids = ours.completions.create(model="left", prompt=[104, 105], max_tokens=4, echo=True)
     assert ids.choices[0].text == "hileft" and ids.usage.prompt_tokens == 2
     pieces = ours.completions.create(model="left", prompt="x", stream=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from plain_logits import compute_logits
 from tiny_configs import CONFIGS, NOISY, VARIANTS, tiny_config
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from common.models.attention import VARLEN_ATTENTION, choose_attention, narrow_last_layer, takes_packed
 from common.models.loading import set_dropout
@@ -18,6 +18,8 @@ PADDED |= {"bloom_twelve_heads", "falcon_biased", "falcon_alibi_one_key"}
 GROUPS = torch.tensor([1, 3, 1, 2])
 LENGTHS = torch.tensor([7, 12, 9, 5, 1, 4, 10])
 SHARED = torch.tensor([0, 5, 0, 3])
+# Layers that see all and layers with a window have masks of one length each.
+TWO_WINDOWS = "gemma3 of four layers"
 ATTENDED = [(7, 7), (5, 5), (7, 12), (4, 9), (1, 1), (3, 3), (1, 4), (7, 10)]  # tokens and keys of pieces
 
 
@@ -35,7 +37,11 @@ def build_ids():
 
 def build_model(family):
     torch.manual_seed(0)
-    config = tiny_config(family, 64)
+    config = tiny_config("gemma3" if family == TWO_WINDOWS else family, 64)
+    if family == TWO_WINDOWS:
+        layers = ["sliding_attention", "full_attention"] * 2
+        more = {"num_hidden_layers": 4, "layer_types": layers, "sliding_window": 4}
+        config = Gemma3TextConfig(**config.to_dict() | more)
     set_dropout(config, 0.0)
     model = AutoModelForCausalLM.from_config(config).train()
     for parameter in model.parameters():  # norms and biases of their own, too
@@ -62,7 +68,7 @@ def scored_from(start):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-@pytest.mark.parametrize("family", sorted((CONFIGS | NOISY | VARIANTS).keys() - PADDED))
+@pytest.mark.parametrize("family", [*sorted((CONFIGS | NOISY | VARIANTS).keys() - PADDED), TWO_WINDOWS])
 def test_scores_and_gradients_are_those_of_padded_rows(family, checkpointing):
     model = build_model(family)
     if checkpointing:

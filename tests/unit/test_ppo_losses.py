@@ -133,8 +133,8 @@ def make_tokens(ratios, advantages, lengths, mask=None) -> LossTokens:
     )  # fmt: skip
 
 
-# Two responses, of 3 tokens (the last counts nothing) and of 2: ratios 2 * 0.5 and 1.2 * 1.2.
-TOKENS = ([2.0, 0.5, 9.0, 1.2, 1.2], [1.0, 3.0, 9.0, -1.0, -2.0], [3, 2])
+# Two responses, of 3 tokens (the last counts nothing) and of 2: ratios 2.205 * 0.5 and 1.2 * 1.2.
+TOKENS = ([2.205, 0.5, 9.0, 1.2, 1.2], [1.0, 3.0, 9.0, -1.0, -2.0], [3, 2])
 MASK = torch.tensor([True, True, False, True, True])
 
 
@@ -149,19 +149,19 @@ def gspo_of_a_product(tokens, clip_range):
 
 @forms(POLICY_LOSSES["gspo"].function, of_a_token=gspo_of_a_token, of_a_product=gspo_of_a_product)
 def test_gspo_by_hand(form, is_right):
-    """arXiv:2507.18071: the geometric means are 1 and 1.2; beyond the bounds there is no gradient."""
+    """arXiv:2507.18071: the geometric means are 1.05 and 1.2; beyond the bounds there is no gradient."""
 
     def check(form):
         tokens = make_tokens(*TOKENS, mask=MASK)
         losses, sides = form(tokens, (0.1, 0.1))
-        close(losses, [-1.0, -3.0, 0.0, 1.2, 2.4])  # a negative advantage is not clipped above
+        close(losses, [-1.05, -3.15, 0.0, 1.2, 2.4])  # a negative advantage is not clipped above
         losses.sum().backward()
-        close(tokens.new_logprobs.grad, [-1.0, -3.0, 0.0, 1.2, 2.4])  # each token's own, of the mean's size
+        close(tokens.new_logprobs.grad, [-1.05, -3.15, 0.0, 1.2, 2.4])  # each token's own, of the mean's size
         tokens = make_tokens(TOKENS[0], [-x for x in TOKENS[1]], TOKENS[2], mask=MASK)
         losses, sides = form(tokens, (0.1, 0.1))
-        close(losses, [1.0, 3.0, 0.0, -1.1, -2.2])
+        close(losses, [1.05, 3.15, 0.0, -1.1, -2.2])
         losses.sum().backward()
-        close(tokens.new_logprobs.grad, [1.0, 3.0, 0.0, 0.0, 0.0])
+        close(tokens.new_logprobs.grad, [1.05, 3.15, 0.0, 0.0, 0.0])
         assert sides["clip_fraction_high"].tolist() == [False, False, False, True, True]
 
     judge(check, form, is_right)
@@ -216,7 +216,7 @@ def test_a_loss_is_found_with_its_options_and_tried(tmp_path, monkeypatch):
     loss, options = find_policy_loss("losses_of_a_test:plain:sharpness=2")
     assert loss == PolicyLoss("losses_of_a_test:plain", loss.function) and options == {"sharpness": 2.0}
     losses, _ = build_policy_loss("losses_of_a_test:plain:sharpness=2", "0.2")(make_tokens(*TOKENS))
-    close(losses[:2], [-2 * math.log(2), 6 * math.log(2)])
+    close(losses[:2], [-2 * math.log(2.205), 6 * math.log(2)])
     assert find_policy_loss("gspo") == (POLICY_LOSSES["gspo"], {})
     for text, message in {
         "losses_of_a_test:reduced": r"the loss of two tokens has the shape \(\), not \(2,\): give one",
@@ -303,7 +303,13 @@ def test_forms_of_a_correction():
             parse_correction(text)
 
 
-def test_the_decoupled_loss_and_its_statistics_by_hand():
+@pytest.mark.parametrize(
+    ("flags", "more"),
+    # 0.1 (1 + 2 + 4) and 0.25 (1 + 2 + 3), which no weight of a correction is for.
+    [({}, 0.0), ({"kl_in": "loss:k1"}, 0.7), ({"entropy_coef": 0.25}, -1.5)],
+    ids=["", "KL", "entropy"],
+)
+def test_the_decoupled_loss_and_its_statistics_by_hand(flags, more):
     """A14, O22: the ratio is taken to prox, the loss weighed. A3: statistics are of what counts."""
     ratios, weights = torch.tensor([1.5, 1.0, 0.5, 9.0]), torch.tensor([2.0, 1.0, 0.0, 9.0])
     mask, old = torch.tensor([True, True, True, False]), torch.full((4,), -3.0)
@@ -312,16 +318,17 @@ def test_the_decoupled_loss_and_its_statistics_by_hand():
     data |= {"correction_weights": weights, "response_ids": torch.zeros(4, dtype=torch.int64)}
     data |= {"advantages": torch.tensor([1.0, -1.0, 1.0, 1.0]), "loss_weights": mask.float()}
     new = prox + ratios.log()
+    data["ref_logprobs"] = new - torch.tensor([1.0, 2.0, 4.0, 9.0])
     data["loss_counts"] = mask.float()
     mixture = SimpleNamespace(router_loss=torch.tensor(4.0), router_coefficient=0.5)
     actor = SimpleNamespace(
         model=mixture, compute_logprobs=lambda *_, **__: (new, torch.tensor([1.0, 2.0, 3.0, 9.0]))
     )
-    args = fill_defaults(PPOArguments(rollout_correction="mis"), ALGORITHMS["ppo"])
+    args = fill_defaults(PPOArguments(rollout_correction="mis", **flags), ALGORITHMS["ppo"])
     losses = PPOLosses(args, SimpleNamespace(actor=actor), KLController(0.1))
     found, stats = losses._policy_sums(PackedBatch.build([0], {key: [x] for key, x in data.items()}))
     # 2 * -1 * 1.2, at the bound; 1 * 1 * 1; a weight of 0; padding; the router's for each of three tokens
-    assert float(found) == pytest.approx(-2.4 + 1.0 + 3 * 0.5 * 4.0, abs=1e-5)
+    assert float(found) == pytest.approx(-2.4 + 1.0 + 3 * 0.5 * 4.0 + more, abs=1e-5)
     assert float(stats["policy/router_loss"]) == 3 * 4.0
     means = {"ratio": (1.5 + 1 + 0.5) / 3, "clip_fraction_high": 1 / 3, "clip_fraction_low": 0, "entropy": 2}
     for name, mean in means.items():

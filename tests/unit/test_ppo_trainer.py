@@ -68,8 +68,12 @@ def test_a_step_on_text_follows_each_step_that_was_made():
     """A restart behind a refused step must make the same ones."""
     text = {"unsupervised_dataset_name": "x", "unsup_step": "own"}
     trainer, run, asked, fails = open_trainer(**text)
+    averaged = []
+    trainer.ema = SimpleNamespace(update=lambda: averaged.append(len(asked)))
     assert trainer.train_step(1, run) == {"policy/approx_kl": [0.0] * 2, "policy/unsup_loss": [1.0] * 2}
     assert [one[0] for one in asked] == ["minibatch 1", "text", "minibatch 2", "text"]
+    assert averaged == [1, 2, 3, 4], "the average moves with each of them"
+    assert run.num_updates == 2, "of minibatches"
     trainer, run, asked, fails = open_trainer(**text)
     fails += ["minibatch 1", "text"]
     means = trainer.train_step(1, run)
@@ -137,7 +141,7 @@ def test_a_critic_that_is_right_leaves_no_advantage_while_statistics_move(kind, 
 
 def test_hooks_run_before_and_after_each_phase(monkeypatch):
     """R37: in the order of the phases, each with what the phase begins or ends with, which it may change."""
-    seen = []
+    seen, learned, minibatches = [], [], [["first"], ["second"], ["left out"]]
     monkeypatch.setattr("step3_ppo.hooks.HOOKS", {point: [] for point in HOOKS})
     for point in HOOKS:
         register_hook(point)(lambda trainer, batch, point=point: seen.append((point, batch)))
@@ -146,18 +150,31 @@ def test_hooks_run_before_and_after_each_phase(monkeypatch):
     def double(trainer, batch):
         return batch.with_numbers("scores", 2 * batch.numbers("scores"))
 
+    @register_hook("before_advantages")
+    def raise_scores(trainer, batch):
+        return batch.with_numbers("scores", 1 + batch.numbers("scores"))
+
+    @register_hook("after_advantages")
+    def mark_batch(trainer, batch):
+        return batch.with_numbers("marks", batch.numbers("scores"))
+
+    @register_hook("before_update")
+    def mark(trainer, micro_batches):
+        return [*micro_batches, "marked"]
+
     with pytest.raises(ValueError, match="there is no hook 'after_rolout'; choose from before_step"):
         register_hook("after_rolout")
     algorithm, rollout = ALGORITHMS["ppo"], KnowingCritic()
     rollout.normaliser = ValueNormaliser("exp")
-    logger, run = SimpleNamespace(log=lambda *_: None), SimpleNamespace(num_updates=0, point=lambda *_: None)
+    logger = SimpleNamespace(log=lambda *_: None)
+    run = SimpleNamespace(num_updates=0, point=lambda *_: None)
     args = fill_defaults(PPOArguments(reward_clip=0.0, kl_coef=0.0), algorithm)
     trainer = PPOTrainer(args, algorithm, rollout, None, None, logger)
-    trainer.minibatches = lambda current: [["first"], ["second"], ["left out"]]
+    trainer.minibatches = lambda current: learned.append(current.batch) or list(minibatches)
 
     def update(current, make_step, micro_batches, *_):
         seen.append(("update", micro_batches))
-        return micro_batches != ["left out"]
+        return micro_batches != ["left out", "marked"]
 
     trainer.update = update
     trainer._write_responses = lambda *_: None
@@ -166,8 +183,12 @@ def test_hooks_run_before_and_after_each_phase(monkeypatch):
     begin = ["before_step", "before_rollout", "after_rollout", "before_advantages", "after_advantages"]
     assert [point for point, _ in seen] == [*begin, *update, *update, *update[:2], "after_step"]
     of_point = dict(seen)
-    assert of_point["before_rollout"] is None and of_point["after_update"] == ["second"]
-    assert numbers["objective/score"] == pytest.approx(2 * 7.0)  # of 3, 6 and 12
+    assert of_point["before_rollout"] is None and of_point["after_update"] == ["second", "marked"]
+    assert of_point["before_update"] == ["left out"]
+    assert of_point["update"] == ["left out", "marked"], "what a hook returns is used"
+    assert numbers["objective/score"] == pytest.approx(1 + 2 * 7.0)  # of 3, 6 and 12
+    assert run.num_updates == 2, "what is left out is no update"
+    assert "marks" in learned[0].data and of_point["after_step"] is learned[0]
     assert "advantages" in of_point["after_advantages"].data and of_point["after_step"] is not None
 
 
@@ -190,7 +211,8 @@ def test_the_pass_for_prox_is_spared_where_versions_are_equal(sampled_at, recomp
     rollout = SimpleNamespace(
         roles=SimpleNamespace(actor=actor), scores=ScoreSum([]), recomputes=recomputes, score_cap=TokenCap(8)
     )
-    args = fill_defaults(PPOArguments(rollout_correction="tis:1.2"), algorithm)
+    lengths = {"loss_aggregation": "constant", "max_answer_seq_len": 40, "max_prompt_seq_len": 9}
+    args = fill_defaults(PPOArguments(rollout_correction="tis:1.2", **lengths), algorithm)
     trainer = PPOTrainer(args, algorithm, rollout, None, None, None)
     if is_spared is None:
         with pytest.raises(AssertionError, match="step 5 has tokens of a policy that has made 5 steps"):
@@ -198,9 +220,23 @@ def test_the_pass_for_prox_is_spared_where_versions_are_equal(sampled_at, recomp
         return
     found, numbers = trainer.add_advantages(5, batch).batch, trainer.add_advantages(5, batch).summary
     assert found.ids == batch.ids and bool(passes) != is_spared
+    assert found.numbers("loss_counts").tolist() == [40.0] * 3, "as many tokens as an answer may have"
     sampled = found.data["rollout_logprobs"]
     prox = found.data["old_logprobs"] if is_spared else sampled + 0.25
     close(found.data["prox_logprobs"], prox)
     close(found.data["correction_weights"], (prox - sampled).exp().clamp(max=1.2))
     assert numbers["correction/kl"] == pytest.approx(float((sampled - prox).mean()), abs=1e-6)
     assert numbers["correction/weight_max"] == pytest.approx(float((prox - sampled).exp().max()))
+
+
+def test_the_kl_controller_counts_the_samples_of_all_ranks(monkeypatch):
+    """Three on this rank, of two; the step's own coefficient is logged."""
+    algorithm, logger = ALGORITHMS["ppo"], SimpleNamespace(log=lambda *_: None)
+    args = fill_defaults(PPOArguments(kl_coef=0.5, kl_target=0.1), algorithm)
+    trainer = PPOTrainer(args, algorithm, KnowingCritic(), None, None, logger)
+    trainer._write_responses = lambda *_: None
+    monkeypatch.setattr("step3_ppo.ppo_trainer.distributed.world_size", lambda: 2)
+    batch = make_rollout_batch([0, 1, 2], [2, 1, 1], [3, 1, 6])
+    numbers = trainer.finish_step(OpenStep(1, batch, {"objective/kl": 0.11}))
+    assert numbers["objective/kl_coef"] == 0.5
+    assert trainer.kl_controller.coef == pytest.approx(0.5 * (1 + 0.1 * 6 / 10_000), rel=1e-9)

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -18,19 +19,22 @@ from common.data.packed_batch import ROW_IDS, PackedBatch, collate_prompts
 from common.engine.ds_config import build_config, build_engine
 from common.engine.engine_step import LossTerm, compute_gradients, take_steps
 from common.flags.value_forms import TokenCaps
+from common.generation.decode import SamplingOptions
 from common.generation.generate import Generation
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.lora import LoraOptions, add_lora, trained_weights
 from common.models.offloaded_weights import OffloadedWeights
 from common.models.output_head import SamplingMask
 from common.models.policy_model import PolicyModel
+from common.ranks import distributed
 from common.ranks.failures import StepRefused
 from step1_sft.arguments import SFTArguments
 from step3_ppo.algorithms import ALGORITHMS, add_ppo_advantages, fill_defaults
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.rewards.reward_specs import RewardSpec
+from step3_ppo.rewards.reward_specs import RewardSpec, parse_rewards
 from step3_ppo.rewards.score_sum import ScoreSum
-from step3_ppo.roles import LoraReference, MovingReference, Reference, Roles
+from step3_ppo.rewards.text_rewards import parse_on_error
+from step3_ppo.roles import Actor, LoraReference, MovingReference, Reference, Roles, build_roles
 from step3_ppo.rollout import Rollout, add_sampling_mask
 
 DIRECTIONS = ("copy to the device", "copy to the host")
@@ -69,8 +73,9 @@ class FakeReward:
 
 
 def build(
-    score_of=lambda x: x, *, rounds=0, source="rollout", staleness=0, texts=None, bias=0.0, caps="64", **how
-):
+    score_of=lambda x: x, *, rounds=0, source="rollout", staleness=0, texts=None, bias=0.0, caps="64",
+    on_error="refuse", replays=False, **how,
+):  # fmt: skip
     def values(batches):
         return [(batch.data["rollout_logprobs"] * 2, torch.zeros(len(batch))) for batch in batches]
 
@@ -85,10 +90,11 @@ def build(
         dynamic_sampling_rounds=rounds,
         old_logprobs=source,
         rollout_staleness=staleness,
+        replay_sampling_support=replays,
         max_tokens_per_micro_batch=TokenCaps(caps),
     )
     texts = {"function_f": texts} if texts else {}
-    scores = ScoreSum(specs, texts, lambda ids: f"<{len(ids)}>", bias=bias)
+    scores = ScoreSum(specs, texts, lambda ids: f"<{len(ids)}>", parse_on_error(on_error), bias=bias)
     return Rollout(args, roles, scores, **how)
 
 
@@ -148,6 +154,50 @@ def test_each_prompt_has_a_greedy_answer_that_is_scored_and_in_no_row():
     assert "greedy_scores" not in build().collect(EndlessPrompts(), version=0).data
 
 
+@pytest.mark.parametrize("is_greedy", [False, True])
+def test_a_greedy_answer_takes_the_likeliest_tokens(is_greedy):
+    """And is else made as the flags say; the others are sampled."""
+    asked, mask = [], torch.ones(1, 3, dtype=torch.bool)
+
+    def generate(ids, mask, sample_ids, options, **how):
+        asked.append(options)
+        return SimpleNamespace(response_mask=mask)
+
+    flops = SimpleNamespace(of_generation=lambda *_: 0)
+    engine = SimpleNamespace(module=SimpleNamespace(flops=flops))
+    hybrid = SimpleNamespace(engine=engine, generation_mode=None, generate=generate)
+    sampling = SamplingOptions(max_new_tokens=4, stop_token_id=0, pad_token_id=0, top_k=7, temperature=0.5)
+    Actor(hybrid, sampling, is_packed=False).generate(
+        mask.long(), mask, torch.arange(2), num_samples=2, is_greedy=is_greedy
+    )
+    assert asked == [replace(sampling, top_k=1) if is_greedy else sampling]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize("teacher", [False, True])
+@pytest.mark.parametrize("flag", ["", "offload_reference_model", "offload_reward_model"])
+@pytest.mark.usefixtures("process_group")
+def test_a_flag_offloads_the_model_that_it_names(
+    flag, teacher, zero_stage, tiny_model_folder, tiny_tokenizer, reward_export
+):
+    args = PPOArguments(
+        actor_model_name_or_path=tiny_model_folder("llama"),
+        critic_model_name_or_path=reward_export,
+        teacher_model_name_or_path=tiny_model_folder("gpt2") if teacher else "",
+        reward=[f"model:{reward_export}"],
+        dtype="fp32",
+        actor_zero_stage=zero_stage,
+        critic_zero_stage=zero_stage,
+        **({flag: True} if flag else {}),
+    )
+    roles = build_roles(args, tiny_tokenizer, parse_rewards(args.reward), 9, has_critic=False)
+    found = (roles.reference, roles.rewards["model"])
+    expected = [flag == "offload_reference_model", flag == "offload_reward_model"]
+    if zero_stage == 3:  # DeepSpeed's
+        assert [role.model.zero_offload_param() is not None for role in found] == expected
+    assert [role.is_offloaded for role in found] == [x and zero_stage < 3 for x in expected]
+
+
 def test_the_page_names_what_a_rollout_batch_holds():
     """docs/ppo_step.md: DeepSpeed-Chat's names beside ours."""
     page = (Path(__file__).resolve().parents[2] / "docs/ppo_step.md").read_text()
@@ -171,13 +221,24 @@ def test_old_logprobs_are_the_trainers_where_they_are_recomputed_or_not_trained_
     assert held_out.data["old_logprobs"].eq(-0.625).all() and "old_values" not in held_out.data
 
 
-def test_groups_of_one_score_are_replaced_by_groups_of_further_prompts():
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_groups_of_one_score_are_replaced_by_groups_of_further_prompts(num_ranks, monkeypatch):
+    """The share is of the rows of all ranks."""
+    ranks = vars(distributed) | {"world_size": lambda: num_ranks}
+    monkeypatch.setattr("step3_ppo.rollout.distributed", SimpleNamespace(**ranks))
     # Prompts 0 and 2 have one score; of the next draw prompt 3 has one too, 4 and 5 have not.
     scores = {0: 1, 1: 1, 2: 0, 3: 1, 4: 2, 5: 2, 6: 7, 7: 7, 8: 0, 9: 1, 10: 5, 11: 6}
     rollout, prompts = build(scores.__getitem__, rounds=3), EndlessPrompts()
     batch = rollout.collect(prompts, 0)
     assert batch.ids == (2, 3, 8, 9, 10, 11) and prompts.num_drawn == 2
-    assert rollout.refilled_fraction == pytest.approx(4 / 6)
+    assert rollout.refilled_fraction == pytest.approx(4 / 6 / num_ranks)
+
+
+def test_a_group_whose_other_answer_has_no_score_is_replaced():
+    """Its stand-in is no second score: there is nothing to learn from."""
+    rollout = build(lambda sample: math.nan if sample == 2 else sample, rounds=1, on_error="mask")
+    batch = rollout.collect(EndlessPrompts(), 0)
+    assert batch.ids == (0, 1, 4, 5, 6, 7) and rollout.refilled_fraction == pytest.approx(2 / 6)
 
 
 def test_after_the_last_round_a_group_of_one_score_stays():
@@ -238,6 +299,8 @@ def test_the_sampler_is_trusted_as_long_as_it_agrees():
     assert not strict.recomputes and strict.max_gap == 1e-3, "an update above it is refused"
     recompute = build(source="recompute")
     assert recompute.recomputes and recompute.judge_gap(1e-9) is None and recompute.recomputes
+    replayed = build(source="auto", replays=True)  # the sampler's are of other probabilities
+    assert replayed.recomputes and replayed.judge_gap(1e-9) is None and replayed.recomputes
     stale = build(source="auto", staleness=1)
     assert stale.judge_gap(1e-9) is None and stale.recomputes
 
