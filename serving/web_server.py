@@ -106,10 +106,13 @@ def build_app(max_request_bytes: int) -> FastAPI:
     def refuse_body(request: Request, error: RequestValidationError) -> Response:
         """Say what is wrong first; the library's own answer repeats the whole request."""
         wrong = error.errors()[0]
+        place = [
+            str(part) for part in wrong["loc"] if str(part).isalnum() or str(part).isidentifier()
+        ]  # no kinds
         shown = "" if wrong["type"] == "missing" else f" {shortened(repr(wrong['input']))}"
-        detail = f"{'.'.join(map(str, wrong['loc']))}{shown}: {wrong['msg'].removeprefix('Value error, ')}"
+        detail = f"{'.'.join(place)}{shown}: {wrong['msg'].removeprefix('Value error, ')}"
         status = 400 if request.url.path.startswith("/v1/") else 422
-        param = ".".join(map(str, wrong["loc"][1:])) or None
+        param = ".".join(place[1:]) or None
         code = _OPENAI_CODES.get(wrong["type"], "invalid_value")
         return Refused(status, detail, param, code).answer(request.url.path)
 
