@@ -235,7 +235,8 @@ class Session:
 
 def load_score(args: ChatArguments, problems: Problems) -> Score | None:
     """Return what scores by the model of --reward in its own form, or None after adding why it cannot."""
-    template = load_template("--reward", args.reward, dataclasses.replace(args, template=""), problems)
+    own = dataclasses.replace(args, template="")
+    template = load_template("--reward", args.reward, own, problems, is_ranker=True)
     if template is None:
         return None
     if not has_saved_head(args.reward):

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from common.data.chat_template import TEMPLATE_NAMES, build_template
 from common.data.dialogue import Segment, Template
-from common.data.example import BadRow, Message
+from common.data.example import BadRow, Message, Turn
 from common.data.registry import load_source
 from common.data.tokenizer import num_token_ids
 from common.flags.args import DecodeArguments, Problems, TokenizerArguments, flag
@@ -195,6 +195,8 @@ class Answerer:
         Raises ValueError: it has more characters than could fit, or the template cannot show it.
         """
         self._check_characters([message.content for message in messages])
+        if self.template.keeps_headers:  # as other programs render it, white space and all
+            messages = [Turn(*message) for message in messages]
         segments = self.template.segments(tuple(messages), None)
         return self.template.encode(segments, sys.maxsize).input_ids
 
@@ -277,9 +279,16 @@ def read_prompts(
 
 
 def load_template(
-    flag_name: str, path: str, args: AnsweringArguments, problems: Problems, *, trained_path: str = ""
+    flag_name: str,
+    path: str,
+    args: AnsweringArguments,
+    problems: Problems,
+    *,
+    trained_path: str = "",
+    is_ranker: bool = False,
 ) -> Template | None:
-    """Return the form that the model of `path` is asked in, or None after adding why it cannot answer.
+    """Return the form that the model of `path` is asked in, or None after adding why it cannot answer, or as
+    a ranker score.
 
     That is --template, or else what the model of `trained_path` (empty: of `path`) was trained with.
     """
@@ -287,9 +296,9 @@ def load_template(
     if config is None:
         return None
     num_problems = len(problems.messages)
-    model_checks.check_family(flag_name, config, args, problems)
+    model_checks.check_family(flag_name, config, args, problems, is_ranker=is_ranker)
     probe = functools.partial(why_not_generated, config, trusts_code=args.trust_remote_code)
-    if len(problems.messages) == num_problems and (reason := probe()):
+    if not is_ranker and len(problems.messages) == num_problems and (reason := probe()):
         works = f"ask it by transformers' own `generate`: `transformers chat {path}`"
         cure = "give a model of another family" if probe(by_transformers=True) else works
         problems.add(f"{flag_name} {path}: {reason}; {cure}")

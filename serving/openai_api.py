@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from starlette.concurrency import run_in_threadpool
 
-from common.data.example import Turn
+from common.data.example import Message
 from common.ranks.failures import first_line
 from serving.answering import Answerer, Sampling, TextCallback
 from serving.text_stream import Answer
@@ -141,7 +141,7 @@ class ChatRequest(_Request):
         """Return the token ids of the one conversation. Raises ValueError when its template refuses it."""
         texts = ["".join(part.text for part in message.content) for message in self.messages]
         roles = [message.role for message in self.messages]
-        return [model.encode(list(map(Turn, roles, texts)))]
+        return [model.encode(list(map(Message, roles, texts)))]
 
     def choice(self, model: Answerer, prompt_ids: list[int], answer: Answer) -> dict[str, Any]:
         """Return a whole answer, with the log-probabilities of its tokens, the end of turn included."""

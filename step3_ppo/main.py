@@ -260,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         trainer.rollout.scores.close()
 
     # ---- export -----------------------------------------------------------------------------------------
-    if args.output_dir and run.facts:
+    if args.output_dir and run.num_updates:
         save_all(start, trainer, run)
     trainer.logger.close()
     if too_many:

@@ -7,6 +7,9 @@ import tiny_inputs
 from program_runs import largest_difference, read_curve, read_metrics, read_weights, run_here
 from tiny_inputs import step_flags
 
+from common.ranks.failures import TooManyBadSteps
+from common.runs.checkpoints import find_checkpoints
+from common.runs.saved_state import TensorReader
 from step3_ppo.ppo_trainer import PPOTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("lone_process", "no_pictures")]
@@ -228,12 +231,18 @@ def test_a_correction_tells_how_far_the_sampler_is(ppo):
     assert [row["rollout/staleness"] for row in rows] == [0, 1, 1]
 
 
-def test_a_step_in_which_nothing_counts_moves_nothing(ppo, tiny):
-    output = ppo(truncated="mask", max_answer_seq_len=1, max_train_steps=1, entropy_coef=0.1)
-    (row,) = read_metrics(output)
+def test_a_step_in_which_nothing_counts_moves_nothing_and_is_no_success(ppo, tiny, tmp_path):
+    flags = {"truncated": "mask", "max_answer_seq_len": 1, "max_train_steps": 1, "entropy_coef": 0.1}
+    with pytest.raises(TooManyBadSteps, match="none of the 1 steps changed the model"):
+        ppo(**flags, output_dir=tmp_path, save_interval=1)
+    (row,) = read_metrics(tmp_path)
     assert row["rollout/finished_fraction"] == 0
     assert {"policy/loss", "policy/grad_norm", "policy/entropy"} & row.keys() == set(), "in no mean"
-    assert largest_difference(read_weights(tiny.base), read_weights(output / "export")) == 0
+    (checkpoint,), _ = find_checkpoints(tmp_path)
+    saved = TensorReader(checkpoint.files("actor"))
+    for name, weight in read_weights(tiny.base).items():
+        assert saved.read(f"causal_lm.{name}:weight").equal(weight.flatten()), name
+    assert not (tmp_path / "export").exists()
 
 
 @pytest.mark.parametrize(
