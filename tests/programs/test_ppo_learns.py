@@ -231,7 +231,7 @@ def test_a_correction_tells_how_far_the_sampler_is(ppo):
     assert [row["rollout/staleness"] for row in rows] == [0, 1, 1]
 
 
-def test_a_step_in_which_nothing_counts_moves_nothing_and_is_no_success(ppo, tiny, tmp_path):
+def test_a_step_in_which_nothing_counts_moves_nothing(ppo, tiny, tmp_path):
     flags = {"truncated": "mask", "max_answer_seq_len": 1, "max_train_steps": 1, "entropy_coef": 0.1}
     with pytest.raises(TooManyBadSteps, match="none of the 1 steps changed the model"):
         ppo(**flags, output_dir=tmp_path, save_interval=1)
