@@ -225,7 +225,6 @@ def keep_together(counts: np.ndarray, size: int) -> np.ndarray:
     begins, takes, num_rows = array("q"), array("q"), 0
 
     def next_of(n: int) -> int:
-        """The group of n rows, or rest of one, that is next."""
         return rests[n][-1][0] if rests[n] else int(groups[n][num_taken[n]])
 
     while groups or any(rests.values()):
@@ -290,7 +289,6 @@ def plan_micro_batches(
 
     Raises ValueError when an item alone is above `max_tokens`, or the items are fewer than the ranks need.
     """
-
     shared = shared if is_packed and shared else [(item, 0) for item in range(len(item_lengths))]
 
     def cost(items: Sequence[int]) -> int:

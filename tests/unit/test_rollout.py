@@ -341,12 +341,8 @@ def test_the_reference_stays_what_the_actor_was(only_lora, is_new, tiny_model_fo
         if weight.lora_b is not None:
             torch.nn.init.normal_(weight.lora_b, std=0.1)
     policy = PolicyModel(model, num_valid_tokens=320)
-    engine = build_engine(
-        policy,
-        build_config(),
-        SFTArguments(learning_rate=1e-2, lora_learning_rate=1e-2, lr_scheduler_type="constant"),
-        9,
-    )
+    flags = SFTArguments(learning_rate=1e-2, lora_learning_rate=1e-2, lr_scheduler_type="constant")
+    engine = build_engine(policy, build_config(), flags, 9)
     reference = LoraReference(engine, has_new_adapters=is_new, is_packed=False)
     batch = make_rollout_batch([0, 1], [3, 2], [4, 2])
     (before,) = reference.score([batch])
