@@ -33,6 +33,12 @@ from step2_reward.arguments import RewardArguments
 from step3_ppo import main as ppo
 from step3_ppo.arguments import PPOArguments
 
+FLAGS = {
+    "step1_sft/main.py": SFTArguments,
+    "step2_reward/main.py": RewardArguments,
+    "step3_ppo/main.py": PPOArguments,
+}
+
 
 @dataclass
 class CheckpointExportArguments:
@@ -52,8 +58,7 @@ class CheckpointExportArguments:
 def read_flags(checkpoint: Checkpoint) -> Any:
     """Return the flags of the run as its program had them, the precision resolved."""
     saved = checkpoint.meta["args"]
-    kinds = {"step1_sft": SFTArguments, "step2_reward": RewardArguments, "step3_ppo": PPOArguments}
-    kind = kinds[program_of(saved).partition("/")[0]]
+    kind = FLAGS[program_of(saved)]
     known = {field.name for field in dataclasses.fields(kind)}
     return kind(**{n: v for n, v in saved.items() if n in known} | {"dtype": saved["resolved_dtype"]})
 

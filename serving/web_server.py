@@ -106,9 +106,9 @@ def build_app(max_request_bytes: int) -> FastAPI:
     def refuse_body(request: Request, error: RequestValidationError) -> Response:
         """Say what is wrong first; the library's own answer repeats the whole request."""
         wrong = error.errors()[0]
-        place = [
-            str(part) for part in wrong["loc"] if str(part).isalnum() or str(part).isidentifier()
-        ]  # no kinds
+        # Fields and numbers; pydantic's names of kinds among them are no part of the request.
+        parts = map(str, wrong["loc"])
+        place = [part for part in parts if part.isalnum() or part.isidentifier()]
         shown = "" if wrong["type"] == "missing" else f" {shortened(repr(wrong['input']))}"
         detail = f"{'.'.join(place)}{shown}: {wrong['msg'].removeprefix('Value error, ')}"
         status = 400 if request.url.path.startswith("/v1/") else 422

@@ -22,7 +22,6 @@ import inspect
 import json
 import math
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +33,7 @@ from common.data.example import ROLES, BadRow, Message
 from common.data.packed_batch import ROW_IDS, PackedBatch, pack_rows
 from common.data.registry import get_from, import_own_module
 from common.ranks.step_costs import COSTS
-from step3_ppo.rewards.text_rewards import quoted, read_number
+from step3_ppo.rewards.text_rewards import describe_error, quoted, read_number
 
 DEFAULT_MAX_TURNS = 8
 KIND = "environment"  # of its reward, and the name under which its scores and its seconds are logged
@@ -197,8 +196,7 @@ class Environments:
         try:
             return method(*arguments)
         except BaseException as error:  # pytest's `fail` is no Exception; Ctrl-C raises nothing here
-            what = traceback.format_exception_only(error)[-1].strip()  # where it has no text either
-            raise ConversationFailed(f"{name} raised {what}") from error
+            raise ConversationFailed(f"{name} raised {describe_error(error)}") from error
 
     def _checked_chat(self, method: str, messages: Any) -> Chat:
         """Return a copy of the messages. Raises ConversationFailed for what are none."""

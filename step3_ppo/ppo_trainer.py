@@ -222,9 +222,8 @@ class PPOTrainer:
         if self.ema:
             self.ema.update()
         if "policy/approx_kl" in means:  # a step on text has none
-            has_moved_too_far = 0 < self.args.early_stop_imp_ratio < means["policy/ratio"]
-            current.is_done = self.args.early_stop_kl.is_exceeded(means["policy/approx_kl"])
-            current.is_done |= has_moved_too_far
+            is_far = 0 < self.args.early_stop_imp_ratio < means["policy/ratio"]
+            current.is_done = is_far or self.args.early_stop_kl.is_exceeded(means["policy/approx_kl"])
         return True
 
     def finish_step(self, current: OpenStep) -> dict[str, float]:

@@ -41,7 +41,7 @@ _ARGUMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
 class NoTokenizer(ValueError):
-    """A class takes a tokenizer, and there is none."""
+    """A class takes a tokenizer, and the caller has no tokenizer."""
 
 
 class RawSource:

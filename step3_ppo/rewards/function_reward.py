@@ -32,6 +32,7 @@ from step3_ppo.rewards.text_rewards import (
     RewardError,
     TextReward,
     checked_scores,
+    describe_error,
     in_daemon,
 )
 
@@ -161,7 +162,7 @@ def call(function: Callable[..., Any], batch: Answers) -> Checked:
             values = asyncio.run(values)
         return checked_scores(values, batch)  # which runs a function that yields its scores
     except BaseException as error:  # pytest's `fail` is no Exception; Ctrl-C is not raised in this thread
-        what = traceback.format_exception_only(error)[-1].strip()  # where it has no text either
+        what = describe_error(error)
         raise RaisedError(f"raised {what}; let it return 0.0 for what it cannot judge") from error
 
 

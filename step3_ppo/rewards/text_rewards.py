@@ -6,6 +6,7 @@ through `checked_scores`, so that a wrong count or a NaN ends the run where it a
 
 import math
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -125,6 +126,11 @@ def in_daemon(work: Callable[[], Any], name: str) -> Future[Any]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+def describe_error(error: BaseException) -> str:
+    """An exception's class and text in one line; the class alone where its text raises another exception."""
+    return traceback.format_exception_only(error)[-1].strip()
 
 
 def quoted(text: str) -> str:

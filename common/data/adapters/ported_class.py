@@ -136,7 +136,7 @@ class PortedClass(Adapter):
         return data
 
     def _ask(self, method: str, row: dict[str, Any]) -> str | BadRow | None:
-        """The text of a method, or the reason why there is none; None where the class does not have it."""
+        """The text of a method, or the reason why it gave no text; None where the class lacks the method."""
         if not hasattr(self.kind, method):
             return None
         inner = self._inner
@@ -178,7 +178,7 @@ def _arguments(kind: type, values: dict[str, Any], given: dict[str, Any]) -> tup
 
 
 def _reply(prompt: str, whole: str | BadRow | None, reply: str | BadRow | None) -> str | BadRow | None:
-    """The text behind the prompt in `whole`, else `reply`; else the reason why there is none."""
+    """The text behind the prompt in `whole`, else `reply`; else the reason why there is no text."""
     if isinstance(whole, str):
         head, text = prompt.strip(), whole.strip()
         if text.startswith(head):

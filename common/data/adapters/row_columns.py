@@ -84,7 +84,7 @@ class Row(dict[str, Any]):
         return name in self and not is_blank(self[name])
 
     def items_of(self, column: str) -> dict[str, Any]:
-        """The items of a list, by their places: `responses[0]`, ... Raises EmptyRow: there is none."""
+        """The items of a list, by their places: `responses[0]`, ... Raises EmptyRow: the list is empty."""
         name = self.own(column)
         return {f"{name}[{i}]": item for i, item in enumerate(filled(name, self[column], list))}
 

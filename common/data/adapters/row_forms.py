@@ -330,9 +330,11 @@ def read_row(
 
 def _with_tools_and_weight(row: Row, examples: list[Example]) -> list[Example]:
     """Examples with the row's tools, and without replies where its `weight` is 0."""
-    if examples[0].prompt and row.is_filled("tools") and from_json(row.own("tools"), row["tools"]):
-        tools = json.dumps(parse_functions(row.own("tools"), row["tools"]))
-        examples = [replace(example, tools=tools) for example in examples]
+    if examples[0].prompt and row.is_filled("tools"):
+        column = row.own("tools")
+        if functions := from_json(column, row["tools"]):
+            tools = json.dumps(parse_functions(column, functions))
+            examples = [replace(example, tools=tools) for example in examples]
     weight = truth_of(row["weight"], TRUTHS) if "weight" in row else True
     if weight:
         return examples

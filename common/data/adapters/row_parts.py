@@ -102,7 +102,7 @@ def split_transcripts(chosen: str, rejected: str) -> tuple[str, str, str]:
 
 
 def messages_from_prompt(prompt: Any, column: str = "prompt") -> tuple[Message, ...]:
-    """Messages of a prompt: a dialogue, a bare question, or a list of turns. Raises BadRow: it is none."""
+    """Messages of a prompt: a dialogue, a bare question, or a list of turns. Raises BadRow: another value."""
     if isinstance(prompt, list | tuple):
         return parse_turns(column, prompt)
     text = filled(column, prompt)
@@ -158,7 +158,7 @@ def _parse_turn(where: str, turn: Any) -> Turn:
 
 
 def _only_value(where: str, turn: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """The value under any of several names; None: there is none. Raises BadRow: two values differ."""
+    """The value under any of several names, None without one. Raises BadRow: two values differ."""
     values = {name: turn[name] for name in names if turn.get(name) is not None}
     first = next(iter(values.values()), None)
     if any(value != first for value in values.values()):
@@ -190,7 +190,7 @@ def _is_learned(where: str, turn: Mapping[str, Any]) -> bool:
 def parse_functions(where: str, value: Any) -> list[dict[str, Any]]:
     """Tools, or calls of tools, in OpenAI's form: each {"type": "function", "function": {"name", ...}}.
 
-    `value` is a list, one item, or the JSON text of either. Raises BadRow: it is none of them.
+    `value` is a list, one item, or the JSON text of either. Raises BadRow: another value.
     """
     value = without_nulls(from_json(where, value))
     result = []
@@ -249,7 +249,7 @@ def quoted(name: Any) -> str:
 def parse_reply(column: str, value: Any, prompt: Sequence[Message] = ()) -> str | Message:
     """A reply, given as text, as a turn of the assistant, or as turns that end with it after `prompt`.
 
-    Raises BadRow: it is none of them, is context, or has turns before it that are not the prompt's.
+    Raises BadRow: another value, a reply that is context, or turns before it that are not the prompt's.
     """
     if isinstance(value, Mapping):
         value = [value]
@@ -306,7 +306,7 @@ def filled(column: str, value: Any, kind: type = str) -> Any:
 
 
 def finite_number(column: str, value: Any) -> float:
-    """The number in a column, or in its text. Raises BadRow: fp32 does not hold it, or it is none."""
+    """The number in a column, or in its text. Raises BadRow: no number, or one that fp32 cannot hold."""
     text = str(value)
     number = float(text) if _NUMBER.fullmatch(text) else math.nan
     if not abs(number) <= _GREATEST:
