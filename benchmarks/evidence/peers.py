@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
@@ -219,7 +220,7 @@ def trl_metrics(task: str, history: list[dict[str, Any]]) -> dict[str, Metrics]:
 
 def as_they_stand() -> Any:
     """Return the block in which batches have the rows from first to last."""
-    return mock.patch.object(GlobalBatches, "_order_of", lambda self, _: list(range(len(self.dataset))))
+    return mock.patch.object(GlobalBatches, "_order_of", lambda self, _: np.arange(len(self.dataset)))
 
 
 def number_rows(prompts: Iterable[Sequence[int]]) -> list[dict[str, Any]]:
