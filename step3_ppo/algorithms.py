@@ -37,7 +37,7 @@ from step3_ppo.ppo_math import (
     kl_penalised_rewards,
 )
 from step3_ppo.rewards.score_shaping import parse_truncated, shape_scores
-from step3_ppo.rollout_batch import sampled_mask, tokens, with_tokens
+from step3_ppo.rollout_batch import on_every_token, sampled_mask, tokens, with_tokens
 
 AddAdvantages = Callable[[PackedBatch, PPOArguments, float], PackedBatch]
 
@@ -166,11 +166,6 @@ def _kl_in_reward(batch: PackedBatch, args: PPOArguments) -> torch.Tensor:
     if args.kl_place != "reward":
         return torch.zeros_like(old_logprobs)
     return kl_estimate(old_logprobs, tokens(batch, "ref_logprobs"), args.kl_estimator)
-
-
-def on_every_token(advantages: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """Return the advantage (b,) of a response at each token that was sampled: (b, R) fp32."""
-    return torch.where(sampled_mask(batch), advantages.float()[:, None], 0.0)
 
 
 def with_advantages(

@@ -182,6 +182,13 @@ class PPOMathArguments:
         "sampler's: tis:2 (truncated at 2), mis:0.5,2 (masked outside), seq_tis and seq_mis (responses), "
         "geo_rs:0.999,1.001 (responses masked by their geometric mean)",
     )
+    prox_logprobs: str = flag(
+        "pass",
+        "the policy before the step's updates, for --rollout_correction: by a pass of the actor, or without "
+        "one, log-linear between the log-probabilities at rollout and those in the updates, by a token's age",
+        choices=("pass", "loglinear"),
+        only_with="rollout_correction!=none",
+    )
     early_stop_kl: KLLimit = flag(
         KLLimit("0"),
         "stop a step's updates after a minibatch whose approximate KL per token exceeds this; KL:skip: leave "

@@ -24,6 +24,7 @@ from step3_ppo.ppo_math import (
     value_loss_terms,
 )
 from step3_ppo.roles import Roles, has_text_steps
+from step3_ppo.rollout_correction import Correction, mean_weights, weigh_tokens
 from step3_ppo.trainer_state import NUM_TOKENS
 
 Sums = tuple[torch.Tensor | float, dict[str, Stat]]
@@ -33,10 +34,16 @@ class PPOLosses:
     """The losses of rollout batches that have advantages, returns and loss_weights."""
 
     def __init__(
-        self, args: PPOArguments, roles: Roles, kl: KLController, pretraining: GlobalBatches | None = None
+        self,
+        args: PPOArguments,
+        roles: Roles,
+        kl: KLController,
+        pretraining: GlobalBatches | None = None,
+        correction: Correction | None = None,
     ) -> None:
         """`pretraining` is the text of the actor's second loss."""
         self.args, self.roles, self.kl, self.pretraining = args, roles, kl, pretraining
+        self.correction = correction
         self.policy_loss = build_policy_loss(args.policy_loss, args.clip_range)
         has_teacher = bool(args.teacher_model_name_or_path)
         self.distill = parse_distill_loss(args.distill_loss) if has_teacher else None
@@ -96,12 +103,18 @@ class PPOLosses:
         return LossTerm("policy/unsup_loss", texts, self._pretraining_sums, count_targets, weight)
 
     def _policy_sums(self, batch: PackedBatch) -> Sums:
-        args, actor, data = self.args, self.roles.actor, with_rows(batch).to(distributed.device()).data
+        args, actor = self.args, self.roles.actor
+        on_device = with_rows(batch).to(distributed.device())
+        data, stats = on_device.data, dict[str, Stat]()
         logprobs, entropies, (divergence, of_teacher) = self._compute_scores(batch, data)
+        if "prox_share" in data:
+            prox = torch.lerp(data["old_logprobs"], logprobs.detach().float(), data["prox_share"])
+            on_device, weights = weigh_tokens(on_device, prox, self.correction)
+            data = on_device.data
+            stats = mean_weights(weights)
         tokens = loss_tokens(data, len(batch), logprobs, entropies)
         losses, of_loss = self.policy_loss(tokens)
         mask, losses = tokens.mask, losses * tokens.weights
-        stats: dict[str, Stat] = {}
         if args.kl_place == "loss":
             kl = kl_loss_terms(logprobs, data["ref_logprobs"], mask, args.kl_estimator)
             losses = losses + self.kl.coef * kl

@@ -18,7 +18,7 @@ from common.ranks.step_costs import COSTS
 from common.runs.run import Run
 from common.runs.run_logger import RunLogger
 from step3_ppo import metrics
-from step3_ppo.algorithms import Algorithm, on_every_token, step_mean
+from step3_ppo.algorithms import Algorithm, step_mean
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.evaluation import Evaluation
 from step3_ppo.hooks import run_hooks
@@ -26,18 +26,13 @@ from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import KLController, loss_weights
 from step3_ppo.roles import has_text_steps
 from step3_ppo.rollout import Rollout, join_scores
-from step3_ppo.rollout_batch import (
-    cut_minibatches,
-    gather_numbers,
-    put_back,
-    tokens,
-    with_tokens,
-)
+from step3_ppo.rollout_batch import cut_minibatches, gather_numbers, put_back, tokens, with_tokens
 from step3_ppo.rollout_correction import (
     Correction,
-    correction_weights,
     parse_correction,
+    prox_share,
     summarise_weights,
+    weigh_tokens,
 )
 from step3_ppo.trainer_state import ExponentialMovingAverage, OpenStep, ValueNormaliser
 
@@ -60,7 +55,7 @@ class PPOTrainer:
         self.prompts, self.logger = prompts, logger
         self.kl_controller = KLController(args.kl_coef, args.kl_target, args.kl_horizon)
         self.correction = parse_correction(args.rollout_correction)
-        self.losses = PPOLosses(args, self.roles, self.kl_controller, pretraining)
+        self.losses = PPOLosses(args, self.roles, self.kl_controller, pretraining, self.correction)
         self.value_normaliser, self.ema, self.evaluation = None, None, None
         if algorithm.needs_critic and args.value_norm != "none":
             self.value_normaliser = ValueNormaliser(args.value_norm, args.value_norm_beta)
@@ -148,7 +143,9 @@ class PPOTrainer:
             weights, counts = loss_weights(mask, self.args.loss_aggregation, self.args.max_answer_seq_len)
             batch = with_tokens(batch, loss_weights=weights).with_numbers("loss_counts", counts * has_score)
             is_current = self._is_current(step, batch)
-            if self.correction:
+            if self.correction and self.args.prox_logprobs == "loglinear":
+                batch = batch.with_key("prox_share", prox_share(batch, step), like="response_ids")
+            elif self.correction:
                 batch, of_weights = self._correct(batch, self.correction, is_current=is_current)
                 summary |= of_weights
             return OpenStep(step, batch, summary)
@@ -182,18 +179,15 @@ class PPOTrainer:
 
         Those at rollout are taken where that policy was the sampler, and they are the trainer's.
         """
-        if is_current and self.rollout.recomputes:
-            batch = batch.with_key("prox_logprobs", batch.data["old_logprobs"], like="response_ids")
-        else:
+        prox = batch.data["old_logprobs"]
+        if not (is_current and self.rollout.recomputes):
             parts = self.rollout.score_cap.cut(batch)
-            batch = join_scores(batch.ids, parts, {"prox_logprobs": self.roles.actor.score(parts)}, {})
-        keys = ("prox_logprobs", "rollout_logprobs", "loss_mask")
-        prox, sampled, mask = (tokens(batch, key) for key in keys)
-        found = correction_weights(prox, sampled, mask, how)
-        weights = found.weights if found.weights.dim() == 2 else on_every_token(found.weights, batch)
-        numbers = summarise_weights(found, distributed.reduce_sum, distributed.max_float)
-        numbers["correction/kl"] = float(step_mean((sampled - prox)[mask]))  # of the sampler to prox, a token
-        return with_tokens(batch, correction_weights=weights), numbers
+            joined = join_scores(batch.ids, parts, {"prox_logprobs": self.roles.actor.score(parts)}, {})
+            batch, prox = joined, joined.data["prox_logprobs"]
+        batch, weights = weigh_tokens(batch, prox, how)
+        numbers = summarise_weights(weights, distributed.reduce_sum, distributed.max_float)
+        gaps = (batch.data["rollout_logprobs"] - batch.data["prox_logprobs"])[batch.data["loss_mask"]]
+        return batch, numbers | {"correction/kl": float(step_mean(gaps))}  # of the sampler to prox, a token
 
     def minibatches(self, current: OpenStep) -> Iterator[list[PackedBatch]]:
         """Yield this rank's micro-batches of the optimizer steps that a PPO step still has before it."""

@@ -14,6 +14,7 @@ the rank that trains on them, a minibatch at a time.
     prox_logprobs     a token     fp32, of the policy before the step's updates, with --rollout_correction;
                                   the ratio is taken to it then
     correction_weights  a token   fp32, what losses are multiplied by, with --rollout_correction
+    prox_share        a token     fp32, with --prox_logprobs loglinear, which makes these two in the updates
     old_values        a token     fp32, of the state before the token; with a critic
     next_values       a number    fp32, of the state after the last token; with a critic
     sampled_mask      a token     bool, True for what the model sampled; with an environment (--environment)
@@ -66,6 +67,11 @@ def with_tokens(batch: PackedBatch, **columns: torch.Tensor) -> PackedBatch:
     for key, padded in columns.items():
         batch = batch.with_key(key, padded[mask], like="response_ids")
     return batch
+
+
+def on_every_token(numbers: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """A response's number (b,) at each token that was sampled, 0 elsewhere: (b, R) fp32."""
+    return torch.where(sampled_mask(batch), numbers.float()[:, None], 0.0)
 
 
 def num_tokens(batch: PackedBatch) -> torch.Tensor:

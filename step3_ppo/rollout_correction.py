@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 import torch
 
+from common.data.packed_batch import PackedBatch
 from step3_ppo.ppo_math import MAX_LOG_RATIO
+from step3_ppo.rollout_batch import on_every_token, tokens, with_tokens
 
 EDGES = (0.5, 0.8, 1.25, 2.0)  # of the histogram of the weights
 BINS = (
@@ -105,6 +107,37 @@ def correction_weights(
     else:
         weights = torch.where(is_outside, 0.0, 0 * raw + 1 if how.action == "reject" else raw)
     return Weights(torch.where(is_counted, weights, 0.0), raw, is_outside, is_counted)
+
+
+def prox_share(batch: PackedBatch, step: int) -> torch.Tensor:
+    """How far prox is from the log-probabilities at rollout to those now, in [0, 1), fp32, a response token.
+
+    A token sampled d steps ago is at d / (d + 1): the step's own updates are the rest of the way (AReaL's
+    prox_approx_method loglinear).
+    """
+    age = (step - 1 - batch.data["versions"]).float()
+    return age / (age + 1)
+
+
+@torch.no_grad()
+def weigh_tokens(
+    batch: PackedBatch, prox_logprobs: torch.Tensor, how: Correction
+) -> tuple[PackedBatch, Weights]:
+    """The batch with `prox_logprobs`, one a response token, and correction_weights; and what these are."""
+    batch = batch.with_key("prox_logprobs", prox_logprobs, like="response_ids")
+    prox, sampled, mask = (tokens(batch, key) for key in ("prox_logprobs", "rollout_logprobs", "loss_mask"))
+    made = correction_weights(prox, sampled, mask, how)
+    weights = made.weights if how.level == "token" else on_every_token(made.weights, batch)
+    return with_tokens(batch, correction_weights=weights), made
+
+
+def mean_weights(found: Weights) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Sum and count of the raw weights and of those outside the bounds, by the names of the log."""
+    num = found.is_counted.sum()
+    return {
+        "correction/weight_mean": (torch.where(found.is_counted, found.raw, 0.0).sum(), num),
+        "correction/capped_fraction": (found.is_outside.sum(), num),
+    }
 
 
 @torch.no_grad()

@@ -150,6 +150,7 @@ ACTS: dict[int, dict[str, Any]] = {
             *((form, STALE) for form in ("tis", "seq_mis:0.9,1.1", "geo_rs")),
             *((f"{form}:1", STALE | {"rollout_correction": form}) for form in ("tis", "mis", "seq_tis")),
         ],
+        "prox_logprobs": ("loglinear", STALE | {"rollout_correction": "tis"}),
         "early_stop_kl": [1e-9, ("1e-9:skip", {"early_stop_kl": 1e-9})],
         "early_stop_imp_ratio": 1e-9,
         "value_norm_beta": (0.5, {"value_norm": "exp"}),

@@ -50,6 +50,8 @@ def test_stage_3_keeps_deepspeed_chats_thresholds():
     section = zero_section(zero_stage=3)
     assert section["stage3_param_persistence_threshold"] == 1e4
     assert section["stage3_prefetch_bucket_size"] == 3e7
+    assert section["memory_efficient_linear"] is False
+    assert "stage3_max_live_parameters" not in section  # DeepSpeed's own 1e9
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,12 @@ O20 and the like in a docstring are rows of the seeds.
 """
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
-from right_or_wrong import close, forms, judge, play_ranks
+from right_or_wrong import close, forms, judge
 from rollout_batches import PADDING, fill, random_batch
 
-from common.data.packed_batch import PackedBatch
-from step3_ppo.algorithms import ALGORITHMS, fill_defaults
-from step3_ppo.arguments import PPOArguments
 from step3_ppo.policy_losses import (
     POLICY_LOSSES,
     LossTokens,
@@ -23,19 +19,14 @@ from step3_ppo.policy_losses import (
     find_policy_loss,
     parse_clip_range,
 )
-from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import (
-    KLController,
     loss_weights,
     policy_log_ratio,
     value_loss_terms,
 )
 from step3_ppo.rollout_correction import (
-    BINS,
     FORMS,
     correction_weights,
-    parse_correction,
-    summarise_weights,
 )
 
 
@@ -236,104 +227,6 @@ def test_clip_ranges():
     for text in ("0", "", "0.2,", "0.1,0.2,0.3", "0.2,inf", "-1", "wide"):
         with pytest.raises(ValueError, match=f"--clip_range {text}: give one number above 0, or two"):
             parse_clip_range(text)
-
-
-# --- rollout correction ---
-
-# Probabilities by the sampler's: 1 2 0.5 | 4 (padding) | 0.25 4 0.5
-RAW = torch.tensor([[1.0, 2.0, 0.5], [4.0, 9.0, 9.0], [0.25, 4.0, 0.5]])
-COUNTED = torch.tensor([[True, True, True], [True, False, False], [True, True, True]])
-# Of the tokens, or of the responses: products 1, 4 and 0.5, geometric means 1, 4 and 0.79.
-CORRECTED = {
-    "tis:2.5": [[1.0, 2.0, 0.5], [2.5, 0.0, 0.0], [0.25, 2.5, 0.5]],
-    "tis:0.4,3": [[1.0, 2.0, 0.5], [3.0, 0.0, 0.0], [0.4, 3.0, 0.5]],
-    "mis:3.5": [[1.0, 2.0, 0.5], [0.0, 0.0, 0.0], [0.25, 0.0, 0.5]],
-    "mis:0.4,2.5": [[1.0, 2.0, 0.5], [0.0, 0.0, 0.0], [0.0, 0.0, 0.5]],
-    "seq_tis": [1.0, 2.0, 0.5],
-    "seq_mis:0.75,4.5": [1.0, 4.0, 0.0],
-    "geo_rs:0.7,1.1": [1.0, 0.0, 1.0],
-    "geo_rs:0.8,1.1": [1.0, 0.0, 0.0],
-}
-
-
-@pytest.mark.parametrize("text", CORRECTED)
-def test_corrections_by_hand(text):
-    """A14, A16: prox against the sampler. A21: level, action, metric and bounds. A23: padding is not read."""
-    for padding in PADDING:
-        prox, sampled = (fill(x, COUNTED, padding) for x in (RAW.log() - 3.0, torch.full((3, 3), -3.0)))
-        found = correction_weights(prox, sampled, COUNTED, parse_correction(text))
-        close(found.weights, CORRECTED[text])
-    prox = torch.where(COUNTED, math.nan, prox)  # a number that is none shows where it counts
-    weights = correction_weights(prox, sampled, COUNTED, parse_correction(text)).weights
-    assert weights.isnan().tolist() == (COUNTED if weights.dim() == 2 else COUNTED.any(1)).tolist()
-
-
-def summarise(rows, text, *others) -> dict[str, float]:
-    """What the weights of these rows are like."""
-    sampled, how = torch.full((3, 3), -3.0), parse_correction(text)
-    found = correction_weights((RAW.log() + sampled)[rows], sampled[rows], COUNTED[rows], how)
-    return summarise_weights(found, *others)
-
-
-def test_what_weights_are_like_by_hand():
-    """A22: the largest, the share beyond the bounds, a histogram; A3: of what counts, of all ranks."""
-    alone = summarise([0, 1, 2], "mis:0.4,2.5", lambda x: x, lambda x: x)
-    # 1 2 0.5 4 0.25 4 0.5, of which 4, 0.25 and 4 are masked: 1 2 0.5 0.5 stay
-    assert alone["correction/weight_mean"] == pytest.approx(12.25 / 7)
-    assert alone["correction/weight_max"] == pytest.approx(4.0)
-    assert alone["correction/capped_fraction"] == pytest.approx(3 / 7)
-    assert alone["correction/effective_fraction"] == pytest.approx(4.0**2 / (7 * 5.5))
-    # below 0.5: 0.25; from 0.5 on: 0.5 0.5; from 0.8 on: 1; from 1.25 on: none; from 2 on: 2 4 4
-    assert [alone[f"correction/{name}"] * 7 for name in BINS] == pytest.approx([1, 2, 1, 0, 3])
-    programs = [
-        lambda reduce_sum, rows=rows: summarise(rows, "mis:0.4,2.5", reduce_sum, lambda x: max(x, 4.0))
-        for rows in ([0], [1, 2])
-    ]
-    for of_rank in play_ranks(programs):
-        assert of_rank == pytest.approx(alone)
-    sequences = summarise([0, 1, 2], "seq_tis", lambda x: x, lambda x: x)
-    assert sequences["correction/capped_fraction"] == pytest.approx(1 / 3)  # of responses
-
-
-def test_forms_of_a_correction():
-    assert parse_correction("none") is None and parse_correction("tis") == parse_correction("tis:2")
-    assert parse_correction("mis:2") == parse_correction("mis:0,2") == FORMS["mis"]
-    for text in ("tsi", "tis:", "tis:0", "mis:2,1", "mis:1,2,3", "tis:nan", "mis:-1,2", "none:2", ""):
-        with pytest.raises(ValueError, match=f"--rollout_correction {text}: "):
-            parse_correction(text)
-
-
-@pytest.mark.parametrize(
-    ("flags", "more"),
-    # 0.1 (1 + 2 + 4) and 0.25 (1 + 2 + 3), which no weight of a correction is for.
-    [({}, 0.0), ({"kl_in": "loss:k1"}, 0.7), ({"entropy_coef": 0.25}, -1.5)],
-    ids=["", "KL", "entropy"],
-)
-def test_the_decoupled_loss_and_its_statistics_by_hand(flags, more):
-    """A14, O22: the ratio is taken to prox, the loss weighed. A3: statistics are of what counts."""
-    ratios, weights = torch.tensor([1.5, 1.0, 0.5, 9.0]), torch.tensor([2.0, 1.0, 0.0, 9.0])
-    mask, old = torch.tensor([True, True, True, False]), torch.full((4,), -3.0)
-    prox = old + 0.5
-    data = {"old_logprobs": old, "prox_logprobs": prox, "rollout_logprobs": old, "loss_mask": mask}
-    data |= {"correction_weights": weights, "response_ids": torch.zeros(4, dtype=torch.int64)}
-    data |= {"advantages": torch.tensor([1.0, -1.0, 1.0, 1.0]), "loss_weights": mask.float()}
-    new = prox + ratios.log()
-    data["ref_logprobs"] = new - torch.tensor([1.0, 2.0, 4.0, 9.0])
-    data["loss_counts"] = mask.float()
-    mixture = SimpleNamespace(router_loss=torch.tensor(4.0), router_coefficient=0.5)
-    actor = SimpleNamespace(
-        model=mixture, compute_logprobs=lambda *_, **__: (new, torch.tensor([1.0, 2.0, 3.0, 9.0]))
-    )
-    args = fill_defaults(PPOArguments(rollout_correction="mis", **flags), ALGORITHMS["ppo"])
-    losses = PPOLosses(args, SimpleNamespace(actor=actor), KLController(0.1))
-    found, stats = losses._policy_sums(PackedBatch.build([0], {key: [x] for key, x in data.items()}))
-    # 2 * -1 * 1.2, at the bound; 1 * 1 * 1; a weight of 0; padding; the router's for each of three tokens
-    assert float(found) == pytest.approx(-2.4 + 1.0 + 3 * 0.5 * 4.0 + more, abs=1e-5)
-    assert float(stats["policy/router_loss"]) == 3 * 4.0
-    means = {"ratio": (1.5 + 1 + 0.5) / 3, "clip_fraction_high": 1 / 3, "clip_fraction_low": 0, "entropy": 2}
-    for name, mean in means.items():
-        total, count = stats[f"policy/{name}"]
-        assert float(total / count) == pytest.approx(mean, abs=1e-5), name
 
 
 # --- the critic's loss ---

@@ -218,6 +218,10 @@ def test_the_pass_for_prox_is_spared_where_versions_are_equal(sampled_at, recomp
         with pytest.raises(AssertionError, match="step 5 has tokens of a policy that has made 5 steps"):
             trainer.add_advantages(5, batch)
         return
+    args.prox_logprobs = "loglinear"
+    share = trainer.add_advantages(5, batch).batch.data["prox_share"]
+    assert not passes and share.tolist() == [(4 - sampled_at) / (5 - sampled_at)] * 10
+    args.prox_logprobs = "pass"
     found, numbers = trainer.add_advantages(5, batch).batch, trainer.add_advantages(5, batch).summary
     assert found.ids == batch.ids and bool(passes) != is_spared
     assert found.numbers("loss_counts").tolist() == [40.0] * 3, "as many tokens as an answer may have"
