@@ -186,7 +186,8 @@ def serve(connection: Connection, target: str) -> None:
         try:
             answer = call(function, asked.get())
         except RaisedError as error:
-            answer = RaisedError("\n".join([str(error), *traceback.format_exception(error.__cause__)]))
+            where = traceback.format_tb(error.__cause__.__traceback__)
+            answer = RaisedError("\n".join([str(error), *where, describe_error(error.__cause__)]))
         connection.send(answer)
 
 

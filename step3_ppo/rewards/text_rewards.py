@@ -129,15 +129,18 @@ def in_daemon(work: Callable[[], Any], name: str) -> Future[Any]:
 
 
 def describe_error(error: BaseException) -> str:
-    """An exception's class and text in one line; the class alone where its text raises another exception."""
-    return traceback.format_exception_only(error)[-1].strip()
+    """An exception's class and text, shortened; the class alone where its text raises another exception."""
+    return shortened(traceback.format_exception_only(error)[-1].strip(), 10 * SHOWN_CHARACTERS)
 
 
 def quoted(text: str) -> str:
-    """Return the text quoted; a long one without its middle."""
-    if len(text) > SHOWN_CHARACTERS:
-        text = f"{text[: SHOWN_CHARACTERS // 2]} ... {text[-SHOWN_CHARACTERS // 2 :]}"
-    return repr(text)
+    """The text in quotes, a long one without its middle."""
+    return repr(shortened(text, SHOWN_CHARACTERS))
+
+
+def shortened(text: str, limit: int) -> str:
+    """The text; where it is longer than the limit, its first and last characters."""
+    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 
 def checked_scores(values: Any, answers: Answers) -> Checked:

@@ -85,25 +85,12 @@ def test_a_plain_number_is_a_bias():
 TWO = Answers(["Say yes. " * 30, "And no?"], ["yes", "no"], [{}] * 2)
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        (None, ["gave 'None' for 2 responses", "return one number"]),
-        ([1.0], ["gave 1 scores for 2 responses"]),
-        ([1.0, None], ["gave 'None' for response 2 of 2", "prompt 'And no?', response 'no'", "finite"]),
-        ([float("nan"), 1.0], ["gave 'nan' for response 1 of 2", "response 'yes'"]),
-        ([1.0, "2"], ["gave '2' for response 2 of 2"]),
-        ([1.0, 1e39], ["gave '1e+39' for response 2 of 2"]),  # infinite in fp32
-        ([torch.zeros(2), 1.0], ["gave 'tensor([0., 0.])' for response 1"]),
-    ],
-)
-def test_what_is_no_list_of_finite_numbers_is_named_with_the_sample(values, words):
+def test_scores_are_floats_and_a_problem_is_short():
     good, problem = checked_scores([numpy.float32(1), torch.tensor(2)], TWO)
     assert good == [1.0, 2.0] and all(type(score) is float for score in good) and not problem
-    scores, text = checked_scores(values, TWO)
-    assert len(scores) == 2 and any(math.isnan(score) for score in scores)
-    assert [word for word in words if word not in text] == []
-    assert len(text) < 500, "prompts are shortened"
+    scores, text = checked_scores([torch.zeros(2), 1.0], TWO)
+    assert math.isnan(scores[0]) and scores[1] == 1.0
+    assert "gave 'tensor([0., 0.])' for response 1" in text and len(text) < 500
 
 
 # ---- check_rewards, build_text_reward
