@@ -45,12 +45,13 @@ class CheckpointExportArguments:
     """Which checkpoint, what of it, and where it goes."""
 
     checkpoint: str = flag(
-        REQUIRED, "a checkpoint, or a run's folder for its newest; as the first word it needs no --checkpoint"
+        REQUIRED,
+        "checkpoint, or a run's folder for its newest checkpoint; may be given first, without --checkpoint",
     )
-    output: str = flag(REQUIRED, "where the export goes: a folder that is not there yet")
+    output: str = flag(REQUIRED, "folder to write the export to; must not exist")
     what: str = flag(
         "model",
-        "the model (LoRA merged), its adapter alone, of step 3 the average or the critic",
+        "export the model (LoRA merged), only its adapter, or from step 3 the EMA model or the critic",
         choices=("model", "adapter", "ema", "critic"),
     )
 

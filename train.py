@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""The whole pipeline: fine-tuning, reward model, PPO, each program with what the ones before it exported.
+"""Runs the whole pipeline: SFT, reward model and PPO, each on the exports of the steps before.
 
 python train.py --actor-model facebook/opt-1.3b --deployment-type single_node
 python train.py --actor-model Qwen/Qwen2.5-0.5B --data_path pairs.jsonl --output-dir output/mine
@@ -39,24 +39,34 @@ NAMES = {1: "sft", 2: "reward", 3: "ppo"}  # of the steps, as run.sh and our fla
 class TrainArguments:
     """The three steps one after the other."""
 
-    actor_model: str = flag("1.3b", "what becomes the chat model: a hub name, a folder, or a size of OPT")
+    actor_model: str = flag(
+        "1.3b", "base of the chat model: a hub name, a folder, or a size of OPT such as 1.3b"
+    )
     reward_model: str = flag(
         "",
-        "what becomes the reward model and critic; empty: what the actor's script has, else the actor",
+        "base of the reward model and critic; empty: the one in the actor's script, else --actor_model",
     )
-    deployment_type: str = flag("single_gpu", "the machines", choices=DEPLOYMENTS)
+    deployment_type: str = flag("single_gpu", "machines to train on", choices=DEPLOYMENTS)
     step: list[int] = flag([1, 2, 3], "steps to run", low=1, high=3)
-    output_dir: str = flag("./output", "folder of everything: step1_sft/, step2_reward/, step3_ppo/")
-    actor_zero_stage: str = flag("", "ZeRO stage of the actor; empty: the script's", choices=("", *"0123"))
-    reward_zero_stage: str = flag("", "ZeRO stage of the reward model and critic", choices=("", *"0123"))
-    num_gpus: int = flag(0, "GPUs of each machine; 0: the script's, or 1 and 8", low=0)
-    hostfile: str = flag("hostfile", "multi_node: one line 'hostname slots=8' for each machine")
-    data_path: list[str] = flag([], "data sets of all steps; empty: the scripts' own")
-    sft_flags: str = flag("", "more flags of step 1: --sft-flags='--lora_dim 8 --packed'")
-    reward_flags: str = flag("", "more flags of step 2")
-    ppo_flags: str = flag("", "more flags of step 3")
-    no_plan: bool = flag(False, "start without a memory plan, also what would not fit this machine's GPUs")
-    dry_run: bool = flag(False, "print the commands, run nothing")
+    output_dir: str = flag(
+        "./output", "output folder; the steps write to step1_sft/, step2_reward/ and step3_ppo/ in it"
+    )
+    actor_zero_stage: str = flag(
+        "", "ZeRO stage of the actor; empty: the one in the script", choices=("", *"0123")
+    )
+    reward_zero_stage: str = flag(
+        "", "ZeRO stage of the reward model and critic; empty: the one in the script", choices=("", *"0123")
+    )
+    num_gpus: int = flag(0, "GPUs per machine; 0: the number in the script, else 1 or 8", low=0)
+    hostfile: str = flag("hostfile", "multi_node: file with a line 'hostname slots=8' per machine")
+    data_path: list[str] = flag([], "data sets of all steps; empty: those in the scripts")
+    sft_flags: str = flag("", "additional flags for step 1, as in --sft-flags='--lora_dim 8 --packed'")
+    reward_flags: str = flag("", "additional flags for step 2")
+    ppo_flags: str = flag("", "additional flags for step 3")
+    no_plan: bool = flag(
+        False, "skip the memory plan and start even if the models would not fit this machine's GPUs"
+    )
+    dry_run: bool = flag(False, "print the commands without running them")
 
 
 class Launch(NamedTuple):

@@ -25,7 +25,8 @@ from common.data.dialogue import Segment, Template
 from common.data.example import BadRow, Message, Turn
 from common.data.registry import load_source
 from common.data.tokenizer import num_token_ids
-from common.flags.args import DecodeArguments, Problems, TokenizerArguments, flag
+from common.flags.args import Problems, flag
+from common.flags.groups import DecodeArguments, TokenizerArguments
 from common.generation.decode import SamplingOptions
 from common.generation.decode_probe import why_not_generated
 from common.generation.generate import Generator

@@ -22,7 +22,8 @@ if not __package__:  # run as a script: import from the repository root, not fro
 
 from common.data.dialogue import Template
 from common.flags.access_token import server_token
-from common.flags.args import REQUIRED, Problems, TokenizerArguments, flag, parse_args
+from common.flags.args import REQUIRED, Problems, flag, parse_args
+from common.flags.groups import TokenizerArguments
 from common.models.loading import DTYPES
 from common.models.value_model import has_saved_head
 from common.programs import conversation_form, model_checks, startup

@@ -10,11 +10,11 @@ from common.flags.single_model import SingleModelArguments
 class SFTArguments(SingleModelArguments):
     """Supervised fine-tuning."""
 
-    model_name_or_path: str = flag(REQUIRED, "base model: a folder or a hub name")
-    sft_only_data_path: list[str] = flag([], "data sets used whole, by step 1 only")
+    model_name_or_path: str = flag(REQUIRED, "base model: a folder or a hub name", is_usual=True)
+    sft_only_data_path: list[str] = flag([], "data sets that only step 1 uses, without a split")
     loss_on: str = flag(
         "response",
-        "tokens in the loss: the response, or all (as DeepSpeed-Chat)",
+        "tokens in the loss: the response, or all (as in DeepSpeed-Chat)",
         choices=("response", "all"),
     )
-    learning_rate: float = flag(1e-5, "peak learning rate", low=0)
+    learning_rate: float = flag(1e-5, "peak learning rate", low=0, is_usual=True)

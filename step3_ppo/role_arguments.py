@@ -22,67 +22,77 @@ class RoleFlags:
 
 @dataclass
 class RoleArguments:
-    """The four models: where they come from, how they are trained and placed."""
+    """Actor, critic, reference and reward models."""
 
-    actor_model_name_or_path: str = flag(REQUIRED, "SFT model, or its LoRA adapter; also the reference")
+    actor_model_name_or_path: str = flag(
+        REQUIRED, "SFT model or its LoRA adapter; also the reference", is_usual=True
+    )
     critic_model_name_or_path: str = flag(
         "",
-        "initial critic: a reward model, or with --reward a language model too (new head), or an adapter of "
-        "one; empty with --reward: the actor's",
+        "initial critic: a reward model or its adapter, or with --reward also a language model, which gets "
+        "a new value head; empty with --reward: the actor's model",
+        is_usual=True,
     )
-    teacher_model_name_or_path: str = flag(
-        "", "model that the actor learns from, in the reference's place: --algorithm distill"
-    )
-    actor_learning_rate: float = flag(9.65e-6, "peak learning rate of the actor", low=0)
-    critic_learning_rate: float = flag(5e-6, "peak learning rate of the critic", low=0)
+    teacher_model_name_or_path: str = flag("", "teacher for --algorithm distill; it replaces the reference")
+    actor_learning_rate: float = flag(9.65e-6, "peak learning rate of the actor", low=0, is_usual=True)
+    critic_learning_rate: float = flag(5e-6, "peak learning rate of the critic", low=0, is_usual=True)
     actor_weight_decay: float = flag(0.0, "AdamW weight decay of the actor's matrices", low=0)
     critic_weight_decay: float = flag(0.0, "AdamW weight decay of the critic's matrices", low=0)
     actor_zero_stage: int = flag(
         0,
-        "ZeRO stage of the actor; 3 shards the reference, or teacher",
+        "ZeRO stage of the actor; 3 also shards the reference or teacher",
         choices=(0, 1, 2, 3),
         may_change=True,
+        is_usual=True,
     )
     critic_zero_stage: int = flag(
-        0, "ZeRO stage of the critic; 3 shards the reward too", choices=(0, 1, 2, 3), may_change=True
+        0, "ZeRO stage of the critic; 3 also shards the reward models", choices=(0, 1, 2, 3), may_change=True
     )
     critic_offload: str = flag(
         "",
-        "offload of the critic, as --offload is of the actor; empty: the same",
+        "--offload for the critic; empty: the value of --offload",
         choices=("", "none", "optimizer", "param", "all"),
         const="all",
         may_change=True,
     )
-    actor_gradient_checkpointing: bool = flag(False, "recompute the actor's activations", may_change=True)
-    critic_gradient_checkpointing: bool = flag(False, "recompute the critic's activations", may_change=True)
+    actor_gradient_checkpointing: bool = flag(
+        False, "recompute the actor's activations in the backward pass", may_change=True
+    )
+    critic_gradient_checkpointing: bool = flag(
+        False, "recompute the critic's activations in the backward pass", may_change=True
+    )
     offload_reference_model: bool = flag(
         False,
-        "keep the weights of the reference, or the teacher, on the CPU between uses",
+        "keep the weights of the reference or teacher on the CPU between uses",
         may_change=True,
         only_with="actor_lora_dim=0 teacher_model_name_or_path",
     )
     ref_ema_decay: float = flag(
         0.0,
-        "the reference is a moving average of the actor: this share of it stays at each step; 0: as it began",
+        "EMA decay of the reference, which then follows the actor; 0: the reference is the initial actor",
         low=0,
         below=1,
     )
     offload_reward_model: bool = flag(
-        False, "keep the reward model's weights on the CPU between uses", may_change=True
+        False, "keep the weights of the reward models on the CPU between uses", may_change=True
     )
-    actor_lora_dim: int = flag(0, "rank of the actor's adapters; 0: no LoRA", low=0, high=2**16)
+    actor_lora_dim: int = flag(
+        0, "rank of the actor's LoRA adapters; 0: no LoRA", low=0, high=2**16, is_usual=True
+    )
     actor_lora_module_name: str = flag(
         "auto",
-        "adapt the actor's linear layers and experts whose name has this, or this regular expression",
+        "adapt the actor's linear layers and stacked experts whose names contain this text or match this "
+        "regular expression; auto: all linear layers except the head",
         only_with="actor_lora_dim",
     )
     actor_lora_learning_rate: float = flag(
         5e-5, "learning rate of the actor's adapters", low=0, only_with="actor_lora_dim"
     )
-    critic_lora_dim: int = flag(0, "rank of the critic's adapters; 0: no LoRA", low=0, high=2**16)
+    critic_lora_dim: int = flag(0, "rank of the critic's LoRA adapters; 0: no LoRA", low=0, high=2**16)
     critic_lora_module_name: str = flag(
         "auto",
-        "adapt the critic's linear layers and experts whose name has this, or this regular expression",
+        "adapt the critic's linear layers and stacked experts whose names contain this text or match this "
+        "regular expression; auto: all linear layers except the head",
         only_with="critic_lora_dim",
     )
     critic_lora_learning_rate: float = flag(
@@ -90,16 +100,17 @@ class RoleArguments:
     )
     lora_alpha: float = flag(
         0.0,
-        "LoRA scaling is alpha / dim; 0 means alpha = dim",
+        "LoRA alpha, where the adapter is scaled by alpha / rank; 0: alpha = rank",
         low=0,
         only_with="actor_lora_dim critic_lora_dim",
     )
     only_optimize_lora: bool = flag(
-        True, "train adapters and the critic's head alone", only_with="actor_lora_dim critic_lora_dim"
+        True, "train only the adapters and the value head", only_with="actor_lora_dim critic_lora_dim"
     )
     load_in_4bit: bool = flag(
         False,
-        "hold the bases of adapters in 4 bits (NF4, by bitsandbytes; needs --actor_lora_dim or critic's)",
+        "load the base models of adapters in 4 bits (NF4, bitsandbytes); needs --actor_lora_dim or "
+        "--critic_lora_dim",
     )
 
     @property

@@ -1,10 +1,9 @@
-"""Command-line flags as dataclasses: a field is a flag, its help stands beside it. No torch in here.
+"""Command-line flags as dataclasses: each field is a flag. Does not import torch.
 
-A program's arguments are one flat dataclass put together from the groups below (data only, no behaviour), so
-every flag has one definition, one default and one help text. `parse_args` reads a command line into it and
-collects every problem before it speaks: unknown flags with the nearest known one, values of the wrong type,
-missing flags. `Problems` carries on from there: the start-up checks of a program add to it, and `exit_if_any`
-prints them all once and leaves with exit code 2 before any model is loaded.
+A program's flags are one flat dataclass, composed of the groups in `groups.py`, so each flag has one
+definition, one default and one help text. `parse_args` reads a command line into it and collects all problems
+(unknown flags with the nearest known one, values of the wrong type, missing flags) in `Problems`. A program's
+start-up checks add theirs; `exit_if_any` prints all of them and exits with code 2 before a model is loaded.
 """
 
 import argparse
@@ -16,25 +15,11 @@ import sys
 import types
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from common.flags.other_names import IGNORED, OLDER_NAMES, REMOVED, SWITCHES
 from common.flags.problems import KINDS, RANGE, Problems, describe_range, is_usable, shortened
-from common.flags.value_forms import Interval, TokenCaps
 
-TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
-SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
-# The flags of a usual run: what --help shows of a program that has many; --help_all shows all of them.
-USUAL = set(
-    """model_name_or_path actor_model_name_or_path critic_model_name_or_path data_path data_split output_dir
-    max_seq_len max_prompt_seq_len max_answer_seq_len template dtype zero_stage actor_zero_stage lora_dim
-    actor_lora_dim learning_rate actor_learning_rate critic_learning_rate num_train_epochs max_train_steps
-    per_device_train_batch_size per_device_generation_batch_size per_device_training_batch_size
-    gradient_accumulation_steps gradient_checkpointing packed loss algorithm reward kl_coef
-    num_samples_per_prompt enable_hybrid_engine eval_interval eval_fraction save_interval keep_best
-    resume dry_run seed plugins""".split()
-)
 MOST_SHOWN = 40  # flags of a program that --help shows all of
 REQUIRED = object()
 NO_VALUE = object()  # what the parser gives for a flag without its value
@@ -49,15 +34,16 @@ def flag(
     const: Any = None,
     only_with: str = "",
     may_change: bool = False,
+    is_usual: bool = False,
     **limits: float,
 ) -> Any:
-    """Return a dataclass field that `parse_args` turns into a flag.
+    """Dataclass field that `parse_args` turns into a flag.
 
-    `default=REQUIRED` makes the flag mandatory; `const` is the value of a flag given without one;
-    `only_with` names the flags without which this one does nothing, one of them at least: NAME, NAME=VALUE or
-    NAME!=VALUE, "top_k top_p"; `may_change`: a resumed run may pass another value; results change by rounding
-    only. A number (each number of a list) keeps its `limits`, named as in `RANGE`: from `low` to `high`;
-    `above` and `below` may not be reached.
+    `default=REQUIRED` makes the flag mandatory; `const` is the value of a flag given without one.
+    `only_with` lists flags, NAME, NAME=VALUE or NAME!=VALUE, at least one of which the flag needs to have an
+    effect. `may_change`: a resumed run may pass another value; results then change by rounding only.
+    `is_usual`: --help shows the flag in programs with more than `MOST_SHOWN` flags. `limits` bound a number,
+    or each number of a list: `low` and `high` are inclusive, `above` and `below` exclusive.
     """
     metadata = {
         "help": help,
@@ -65,189 +51,13 @@ def flag(
         "const": const,
         "only_with": only_with,
         "may_change": may_change,
+        "is_usual": is_usual,
         "range": limits,
         "required": default is REQUIRED,
     }
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=None if default is REQUIRED else default, metadata=metadata)
-
-
-@dataclass
-class SourceArguments:
-    """Which data, and how their rows are read."""
-
-    data_path: list[str] = flag(
-        ["Dahoas/rm-static"],
-        "data sets: files, folders, saved `datasets` folders, registered or hub names, "
-        "MODULE:CLASS[:NAME or :ARGUMENT=VALUE,...]",
-    )
-    data_output_path: str = flag("", "folder of the token cache; empty: ~/.cache/triptych", may_change=True)
-    template: str = flag(
-        "",
-        "dialogue form: Human:/Assistant: on lines of their own or on one, the tokenizer's own, or the "
-        "prompt as it is; empty: what the model's triptych.json says, else human_assistant",
-        choices=("human_assistant", "one_line", "chat", "plain"),
-    )
-    max_bad_rows: int = flag(100, "stop when more than N rows cannot be read", may_change=True, low=0)
-    score_column: str = flag(
-        "helpfulness", "column that ranks the answers of a prompt, for data with one answer a row"
-    )
-    columns: str = flag("", "what the rows call the columns of a form, such as prompt=Frage,response=Antwort")
-
-
-@dataclass
-class DataArguments(SourceArguments):
-    """How the data are shared between the steps, and what is held out."""
-
-    data_split: str = flag("2,4,4", "share of each data set for steps 1, 2 and 3; disjoint and stable")
-    eval_fraction: float = flag(
-        0.05, "held-out share of a data set that brings no evaluation part", low=0, below=1
-    )
-
-
-@dataclass
-class TokenizerArguments:
-    """The end-of-turn token, one across all steps."""
-
-    add_eot_token: bool = flag(False, "add --eot_token to the vocabulary if the tokenizer lacks it")
-    chat_template_kwargs: str = flag(
-        "",
-        'variables of the chat template as JSON, such as {"enable_thinking": false}; empty: those that the '
-        "model was trained with",
-    )
-    eot_token: str = flag(
-        "",
-        "text of the end-of-turn token; empty: the tokenizer's EOS, or what its chat template ends turns by",
-    )
-    trust_remote_code: bool = flag(False, "run the code of a hub model", may_change=True)
-
-
-@dataclass
-class DecodeArguments:
-    """How tokens are decoded."""
-
-    no_cuda_graphs: bool = flag(
-        False,
-        "run the passes of decoding on a GPU one kernel after the other, as is done for models that "
-        "cannot be captured",
-        may_change=True,
-    )
-
-
-@dataclass
-class ScheduleArguments:
-    """How long, and how the learning rate moves."""
-
-    gradient_accumulation_steps: int = flag(1, "micro-batches per optimizer step", may_change=True, low=1)
-    num_train_epochs: int = flag(1, "passes over the data", may_change=True, low=1)
-    max_train_steps: int = flag(0, "stop after N steps; 0: whole epochs", may_change=True, low=0)
-    lr_scheduler_type: str = flag(
-        "cosine",
-        "learning-rate schedule",
-        choices=SCHEDULES,
-    )
-
-
-@dataclass
-class PackingArguments:
-    """Micro-batches by tokens."""
-
-    packed: bool = flag(
-        False,
-        "cut micro-batches by tokens: --max_tokens_per_micro_batch, or what its rows may have",
-        may_change=True,
-    )
-    max_tokens_per_micro_batch: TokenCaps = flag(
-        TokenCaps("0"),
-        "size micro-batches by tokens that are computed, not by rows; TRAIN,SCORE: step 3's passes without "
-        "gradients by SCORE; 0: by rows; steps 1 and 2 on a CPU: 2,048",
-        may_change=True,
-    )
-
-
-@dataclass
-class SharingArguments:
-    """Sequences that begin alike."""
-
-    no_share_prompts: bool = flag(
-        False, "compute a prompt for each of its answers again, not once for all of them", may_change=True
-    )
-
-
-@dataclass
-class RunArguments:
-    """Precision, offload, seeds, output and launcher."""
-
-    output_dir: str = flag("", "folder of everything that is saved; empty: nothing is saved", may_change=True)
-    dtype: str = flag(
-        "",
-        "dtype of weights and activations; empty: bf16 on a GPU that has it, else fp32; auto: the same, but "
-        "on a CPU the faster of fp32 and bf16, measured at the start, or what a resumed run had",
-        choices=("fp32", "bf16", "fp16", "auto"),
-    )
-    offload: str = flag(
-        "none",
-        "offload to the CPU: optimizer state, parameters (ZeRO-3 only), or all; without a value: all",
-        choices=("none", "optimizer", "param", "all"),
-        const="all",
-        may_change=True,
-    )
-    gradient_clipping: float = flag(1.0, "maximum global gradient norm; 0: no clipping", low=0)
-    pad_vocab_multiple: int = flag(
-        1, "pad the vocabulary to a multiple of this during training", low=1, high=2**16
-    )
-    seed: int = flag(1234, "seed of shuffling, dropout, new weights and sampling", low=-(2**32), high=2**32)
-    deterministic: bool = flag(
-        False,
-        "on a GPU take only operations that sum in a fixed order (slower); what has no such form is an error",
-        may_change=True,
-    )
-    trackers: list[str] = flag(
-        [], "experiment trackers that get the metrics too", choices=TRACKERS, may_change=True
-    )
-    tensorboard_path: str = flag(
-        "",
-        "folder of TensorBoard's event files; empty: OUTPUT_DIR/tensorboard",
-        may_change=True,
-        only_with="trackers=tensorboard",
-    )
-    log_interval: int = flag(
-        1, "print a line every N steps; metrics.jsonl has every step", may_change=True, low=1
-    )
-    ds_config: str = flag("", "JSON file merged over the DeepSpeed configuration that the flags make")
-    plugins: list[str] = flag(
-        [], "modules to import first; what they register can be named by flags", may_change=True
-    )
-    dry_run: bool = flag(
-        False,
-        "check flags and first rows, print the resolved configuration as JSON, load no model",
-        may_change=True,
-    )
-    local_rank: int = flag(-1, "set by the deepspeed launcher", may_change=True, low=-1)
-
-
-@dataclass
-class CheckpointArguments:
-    """Stopping, going on, and what goes wrong meanwhile."""
-
-    save_interval: Interval = flag(
-        Interval("500"),
-        "save the whole state every so many steps, after each epoch, or after a time such as 30m, and at the "
-        "end; 0: only when stopped",
-        may_change=True,
-    )
-    save_total_limit: int = flag(2, "checkpoints that are kept, the newest; 0: all", may_change=True, low=0)
-    resume: str = flag(
-        "auto",
-        "auto: resume from the newest valid checkpoint in --output_dir; never: refuse a folder "
-        "with an earlier run; overwrite: replace that run; or a checkpoint's path",
-        may_change=True,
-    )
-    max_bad_steps: int = flag(3, "skip at most this many non-finite steps, then stop", may_change=True, low=0)
-    collective_timeout: float = flag(
-        1800.0, "seconds to wait for a rank before all ranks are stopped", may_change=True, low=1, high=1e7
-    )
 
 
 def field_type(field: dataclasses.Field) -> tuple[type, bool]:
@@ -285,7 +95,7 @@ def _build_parser(cls: type, description: str, *, shows_all: bool) -> argparse.A
         text = field.metadata["help"]
         text = text if shows_all else text.split(";")[0]
         options: dict[str, Any] = {"help": f"{text} ({shown})".replace("%", "%%")}
-        if not shows_all and field.name not in USUAL:
+        if not shows_all and not field.metadata["is_usual"]:
             options["help"] = argparse.SUPPRESS
         options["metavar"] = "|".join(map(str, field.metadata["choices"])) or scalar.__name__.upper()
         if scalar is bool:
@@ -303,7 +113,7 @@ def _build_parser(cls: type, description: str, *, shows_all: bool) -> argparse.A
             shown = f"as --{flag_name} {value}" if shows_all else argparse.SUPPRESS
             group.add_argument(f"--{name}", nargs="?", const="true", metavar="true|false", help=shown)
     for name, reason in IGNORED.items():
-        if issubclass(cls, TokenizerArguments) and name not in names:
+        if "eot_token" in names and name not in names:  # a program that loads a tokenizer
             shown = f"no effect: {reason}" if shows_all else argparse.SUPPRESS
             group.add_argument(f"--{name}", nargs="*", metavar="...", help=shown)
     return parser

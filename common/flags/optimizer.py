@@ -19,17 +19,17 @@ ADAMW = OptimizerSpec()
 
 @dataclass
 class OptimizerArguments:
-    """The optimizer and its states."""
+    """Optimizer."""
 
     optimizer: str = flag(
         "adamw",
-        "adamw; or muon for the matrices of hidden layers and AdamW for the rest; muon:LR gives those "
-        "matrices a learning rate of their own",
+        "adamw, or muon: Muon for the matrices of hidden layers and AdamW for the rest; muon:LR sets a "
+        "separate learning rate for those matrices",
     )
     optimizer_dtype: str = flag(
         "fp32",
-        "dtype of the optimizer's weights and states; bf16 takes half the memory, and loses updates below "
-        "1/512 of a weight",
+        "dtype of the master weights and optimizer states; bf16 halves their memory but loses updates "
+        "smaller than 1/512 of a weight",
         choices=("fp32", "bf16"),
     )
 

@@ -12,7 +12,7 @@ from common.data.dialogue import Tokenised
 from common.data.example import Message
 from common.data.packed_batch import pack_rows, score_by_length
 from common.data.tokenizer import num_token_ids
-from common.flags.args import TokenizerArguments
+from common.flags.groups import TokenizerArguments
 from common.models.loading import ModelOptions, length_limit
 from common.models.lora import LoraOptions
 from common.models.model_inputs import build_model_inputs

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from common.flags.args import RunArguments
+from common.flags.groups import RunArguments
 from common.ranks import distributed
 from common.ranks.failures import kind_and_line
 from common.runs.durable_files import WRITING, json_line, read_if_whole, sync

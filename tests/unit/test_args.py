@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from common.data.data_options import DataOptions
-from common.flags import args
-from common.flags.args import Problems, TokenizerArguments, field_type, parse_args
+from common.flags.args import Problems, field_type, parse_args
+from common.flags.groups import TokenizerArguments
 from common.flags.other_names import OLDER_NAMES, REMOVED, SWITCHES
 from common.flags.problems import is_usable, no_effect_notes
 from common.flags.value_forms import KLLimit
@@ -275,15 +275,11 @@ def test_help_shows_the_usual_flags_on_two_screens_and_all_on_demand(cls, capsys
         with pytest.raises(SystemExit):
             parse_args(cls, [word], problems=Problems())
         shown[word] = capsys.readouterr().out
-    names = set(cls.__dataclass_fields__)
+    fields = dataclasses.fields(cls)
+    usual = {field.name for field in fields if field.metadata["is_usual"]}
     flags = {word: set(re.findall(r"^  --(\w+)", text, re.MULTILINE)) for word, text in shown.items()}
-    assert flags["--help"] == names & args.USUAL and 20 <= len(flags["--help"]) <= 40
+    assert flags["--help"] == usual and 20 <= len(flags["--help"]) <= 40
     assert shown["--help"].count("\n") <= 90 and "--help_all" in shown["--help"]
-    assert flags["--help_all"] >= names
-    required = {field.name for field in dataclasses.fields(cls) if field.metadata["required"]}
+    assert flags["--help_all"] >= {field.name for field in fields}
+    required = {field.name for field in fields if field.metadata["required"]}
     assert required and required <= flags["--help"]
-
-
-def test_a_usual_flag_is_a_flag_of_some_step():
-    steps = (SFTArguments, RewardArguments, PPOArguments)
-    assert set().union(*(cls.__dataclass_fields__ for cls in steps)) >= args.USUAL

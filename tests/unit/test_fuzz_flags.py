@@ -25,7 +25,7 @@ from step1_sft.arguments import SFTArguments
 from step2_reward.arguments import RewardArguments
 from step3_ppo.arguments import PPOArguments
 
-NUM_CASES = 700  # of each of three: 2,100
+NUM_CASES = 200  # of each of three: 600
 # program: its flags, and what loads its models
 PROGRAMS = {
     "step1_sft.main": (SFTArguments, ["training_loop.load_policy"]),
