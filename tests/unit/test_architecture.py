@@ -70,8 +70,12 @@ class Tree:
     def modules(self) -> dict[Path, ast.Module]:
         return {file: ast.parse(self.text(file)) for file in self.files if file.suffix == ".py"}
 
-    def imports(self) -> Iterator[tuple[Path, int, str]]:
-        """Yield (file, line, dotted name) of all imports, wherever they are; `from a import b` gives a.b."""
+    @cached_property
+    def imports(self) -> list[tuple[Path, int, str]]:
+        """(file, line, dotted name) of all imports, wherever they are; `from a import b` gives a.b."""
+        return list(self._find_imports())
+
+    def _find_imports(self) -> Iterator[tuple[Path, int, str]]:
         for file, module in self.modules.items():
             for node in ast.walk(module):
                 if isinstance(node, ast.Import):
@@ -98,7 +102,7 @@ def check_arrows(tree: Tree) -> list[str]:
         room = room_of(file.parts)
         if room not in ARROWS and file.parts[0] == "common" and file != Path("common/__init__.py"):
             complaints.append(f"{file}: a module of common stands in a room: {', '.join(ROOMS)}")
-    for file, line, name in tree.imports():
+    for file, line, name in tree.imports:
         room, target = room_of(file.parts), room_of(tuple(name.split(".")))
         is_ours = name.split(".")[0] in own
         if is_ours and room in ARROWS and target not in (room, *ARROWS[room]):
@@ -109,7 +113,7 @@ def check_arrows(tree: Tree) -> list[str]:
 def check_arrows_within_a_step(tree: Tree) -> list[str]:
     """main -> trainer -> roles, rollout: nothing imports a main, only a program imports its trainer."""
     complaints = []
-    for file, line, name in tree.imports():
+    for file, line, name in tree.imports:
         if file.parts[0] not in STEPS or not name.startswith(f"{file.parts[0]}."):
             continue
         module = name.split(".")[1]
@@ -129,7 +133,7 @@ def check_pure_files_import_torch_at_most(tree: Tree) -> list[str]:
     }
     return [
         f"{file}:{line}: a PURE file must not import {name}"
-        for file, line, name in tree.imports()
+        for file, line, name in tree.imports
         if ".".join(file.with_suffix("").parts) in pure
         and name.split(".")[0] not in (*sys.stdlib_module_names, "torch")
         and not {name, name.rpartition(".")[0]} & pure
@@ -204,7 +208,7 @@ def check_imported_libraries_are_required(tree: Tree) -> list[str]:
     beside = {(file.parent, file.stem) for file in tree.modules}  # pytest puts a test's folders on sys.path,
     shared = [Path("tests"), Path("tests/programs"), Path("tests/unit")]  # and pyproject.toml these
     complaints = []
-    for file, line, name in tree.imports():
+    for file, line, name in tree.imports:
         top = name.split(".")[0]
         is_known = top.lower() in known
         if file.parts[0] in ("tests", "benchmarks"):  # traffic is counted on the tests' pretended GPU
@@ -275,6 +279,9 @@ UNSOUND: list[tuple[Callable[[Tree], list[str]], str, str]] = [
 ]
 
 
+REPOSITORY = Tree(ROOT)
+
+
 def make_tree(root: Path, files: dict[str, str]) -> Tree:
     subprocess.run(["git", "init", "-q"], cwd=root, check=True)
     for name, text in files.items():
@@ -285,7 +292,7 @@ def make_tree(root: Path, files: dict[str, str]) -> Tree:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_repository_keeps_the_rule(check: Callable[[Tree], list[str]]):
-    assert check(Tree(ROOT)) == []
+    assert check(REPOSITORY) == []
 
 
 def test_a_sound_tree_passes(tmp_path: Path):
@@ -306,6 +313,6 @@ def test_every_check_has_a_violation():
 
 
 def test_report_what_is_above_the_aim():
-    long = too_long(Tree(ROOT), AIM_FILE_LINES, AIM_FUNCTION_LINES)
+    long = too_long(REPOSITORY, AIM_FILE_LINES, AIM_FUNCTION_LINES)
     if long:
         warnings.warn("above the aim, within the limit:\n  " + "\n  ".join(long), stacklevel=1)
