@@ -72,7 +72,7 @@ def origins_of(flags: Any, part: str) -> list[str]:
 
 
 def build_module(args: Any, tokenizer: Any, part: str) -> nn.Module:
-    """Return what the run's engine held, as it was at the beginning."""
+    """Module that the run's engine held at the start of training."""
     if isinstance(args, PPOArguments):
         is_critic = part == "critic"
         load = training_loop.load_ranker if is_critic else training_loop.load_policy
@@ -103,7 +103,7 @@ def take_weights(module: nn.Module, checkpoint: Checkpoint, part: str) -> None:
 
 
 def build_metadata(args: Any, what: str, state: dict[str, Any]) -> dict[str, Any]:
-    """Return what triptych.json says, as the run's own export has it; `state` is the checkpoint's."""
+    """Contents of triptych.json, as in the run's own export; `state` is the checkpoint's."""
     facts, step = state["progress"]["facts"], state["progress"]["step"]
     if what == "critic":
         return {"step": "critic"} | conversation_form.describe_form(args)

@@ -86,7 +86,7 @@ def step_folder(args: TrainArguments, step: int) -> Path:
 
 
 def more_flags(args: TrainArguments) -> dict[str, str]:
-    """Return what the user adds to the flags of each step, by its name."""
+    """Additional flags of each step, by its name."""
     return {"sft": args.sft_flags, "reward": args.reward_flags, "ppo": args.ppo_flags}
 
 

@@ -75,7 +75,7 @@ class KTOTrainer(Trainer):
         return compute_answer_logprobs(self.engine, batch, sides or SIDES, **layout)
 
     def compute_log_ratios(self, batch: PackedBatch, side: str) -> torch.Tensor:
-        """Return what the policy gives the answers (N,) of a side above what the reference gave them."""
+        """Log-ratios (N,) of policy to reference for the responses of one side."""
         reference = batch.data["reference_logprobs"].view(-1, 2)[:, SIDES.index(side)]
         (reference,) = to_device([reference.contiguous()], distributed.device())
         return self.compute_logprobs(batch, side) - reference

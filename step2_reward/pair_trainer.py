@@ -101,7 +101,7 @@ class PairTrainer(Trainer):
         return {"is_packed": self.is_packed, "shares_prompts": not self.args.no_share_prompts}
 
     def compute_losses(self, batch: PackedBatch) -> PairLosses:
-        """Return what the model gives the answers of each pair, and its loss."""
+        """Scores of the responses of each pair, and the loss."""
         raise NotImplementedError
 
     def count(self, batch: PackedBatch) -> float:

@@ -21,7 +21,7 @@ class DistillLoss:
 
 
 def parse_distill_loss(text: str) -> DistillLoss:
-    """Return what --distill_loss says; its weight is 1 by default, and jsd:0 and jsd:1 are the two KLs.
+    """Parse --distill_loss; the weight is 1 by default, and jsd:0 and jsd:1 are the two KLs.
 
     Raises ValueError for another form (the nearest is named), a weight that is not above 0, a BETA outside
     0 to 1.

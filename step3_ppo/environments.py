@@ -138,7 +138,7 @@ class Environments:
     def answer(
         self, conversations: Sequence[Conversation], ended: list[tuple[int, list[int]]]
     ) -> list[list[int] | None]:
-        """Return what is said after the model's turn; see `common.generation.generate.TurnCallback`."""
+        """Reply to the model's turn; see `common.generation.generate.TurnCallback`."""
         started = time.monotonic()
         answers = [self._answer(conversations[number], token_ids) for number, token_ids in ended]
         COSTS.move(time.monotonic() - started, "generate", KIND)
@@ -192,7 +192,7 @@ class Environments:
         return tokens.input_ids, self.template.prompt_text(prompt, tools)
 
     def _call(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what the environment says. Raises ConversationFailed for whatever it raises."""
+        """Call a method of the environment. Raises ConversationFailed for any exception."""
         try:
             return method(*arguments)
         except BaseException as error:  # pytest's `fail` is no Exception; Ctrl-C raises nothing here

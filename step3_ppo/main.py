@@ -128,7 +128,7 @@ def topology_lines(args: PPOArguments, roles: Roles) -> list[str]:
 
 
 def build_run(start: PPOStart, trainer: PPOTrainer, prompts: GlobalBatches, data: StageData) -> Run:
-    """Return what keeps the run, with all that moves in it. Every rank must call this."""
+    """Build the Run that checkpoints every stateful component. Every rank must call this."""
     args, roles = start.args, trainer.roles
     samples = args.samples_per_update * distributed.world_size()
     rows = {

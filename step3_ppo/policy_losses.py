@@ -74,9 +74,9 @@ register_policy_loss = POLICY_LOSSES.register
 
 
 def find_policy_loss(text: str) -> tuple[PolicyLoss, dict[str, float]]:
-    """Return what `--policy_loss NAME[:option=value,...]` names, and its options.
+    """The loss that `--policy_loss NAME[:option=value,...]` names, and its options.
 
-    Raises ValueError: unknown, or an option is none of the function's, or no number.
+    Raises ValueError if the name or an option is unknown, or an option's value is not a number.
     """
     name, options_text = re.fullmatch(r"(.*?)(?::([^:=]+=[^:]*))?", text).groups(default="")
     loss, options = POLICY_LOSSES.find(name), {}
@@ -99,7 +99,7 @@ def find_policy_loss(text: str) -> tuple[PolicyLoss, dict[str, float]]:
 
 
 def parse_clip_range(text: str) -> ClipRange:
-    """Return what `--clip_range LOW[,HIGH]` says. Raises ValueError."""
+    """Parse `--clip_range LOW[,HIGH]`. Raises ValueError."""
     try:
         low, *rest = map(float, text.split(","))
         (high,) = rest or [low]

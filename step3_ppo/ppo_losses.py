@@ -192,7 +192,7 @@ def with_rows(batch: PackedBatch) -> PackedBatch:
 def loss_tokens(
     data: Mapping[str, torch.Tensor], num_rows: int, logprobs: torch.Tensor, entropies: torch.Tensor
 ) -> LossTokens:
-    """Return what a policy loss sees of a micro-batch of so many responses with these columns."""
+    """Inputs of a policy loss, from the columns of a micro-batch of `num_rows` responses."""
     mask, old_logprobs = data["loss_mask"], data["old_logprobs"]
     found = {
         "new_logprobs": logprobs,

@@ -61,7 +61,7 @@ class Role:
         self._offloaded = OffloadedWeights(self.model) if is_away else None
 
     def score(self, batches: Sequence[PackedBatch]) -> list[Any]:
-        """Return what the role says of each batch. Every rank must call this with as many."""
+        """Outputs of the role for each batch. Every rank must call this with the same number of batches."""
         with self.scoring():
             return [self.answer(batch) for batch in batches]
 
@@ -74,7 +74,7 @@ class Role:
             yield
 
     def answer(self, batch: PackedBatch) -> Any:
-        """Return what the role says of a batch."""
+        """Outputs of the role for a batch."""
         raise NotImplementedError
 
     def build_inputs(self, batch: PackedBatch) -> tuple[ModelInputs, torch.Tensor]:

@@ -211,7 +211,7 @@ def replace_rows(
 
 
 def row_sizes(batch: PackedBatch) -> dict[str, torch.Tensor]:
-    """Return what a cut depends on: prompt and response tokens and the group of each row, (b,) int64."""
+    """Numbers that a cut depends on: prompt tokens, response tokens and group of each row, (b,) int64."""
     lengths = {"prompt": batch.lengths["prompt_ids"], "response": batch.lengths["response_ids"]}
     return lengths | {"group": batch.numbers("group_ids")}
 

@@ -50,7 +50,7 @@ FORMS = {
 
 
 def parse_correction(text: str) -> Correction | None:
-    """Return what `--rollout_correction` says, None for none. Raises ValueError."""
+    """Parse `--rollout_correction`; None for none. Raises ValueError."""
     name, colon, bounds_text = text.partition(":")
     if text == "none":
         return None
@@ -146,11 +146,11 @@ def summarise_weights(
     reduce_sum: Callable[[torch.Tensor], torch.Tensor],
     max_float: Callable[[float], float],
 ) -> dict[str, float]:
-    """Return what the weights of all ranks are like, counted as they are: by tokens, or by responses.
+    """Statistics of the weights of all ranks, over tokens or over responses, by log name.
 
-    weight_mean, weight_max and the shares between `EDGES` (a histogram) are of the raw ones, capped_fraction
-    is the share that was truncated or masked, and effective_fraction (sum w)^2 / (n sum w^2) of those that
-    the losses have: as many equal weights would say as much. Every rank must call this.
+    weight_mean, weight_max and the fractions between `EDGES` (a histogram) are of the raw weights;
+    capped_fraction is the fraction that was truncated or masked; effective_fraction is the effective sample
+    size of the weights in the loss, (sum w)^2 / sum w^2, divided by n. Every rank must call this.
     """
     raw, weights = (x[found.is_counted].double() for x in (found.raw, found.weights))
     bins = torch.bucketize(raw, torch.tensor(EDGES, dtype=torch.float64), right=True)

@@ -14,6 +14,7 @@ import random
 import shutil
 import sys
 import tempfile
+import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,8 @@ def kill_and_resume(
     try:
         assert_same_run(folder, whole)
     except AssertionError as error:
-        return f"differs: {str(error)[:300]}", kills
+        line = traceback.extract_tb(error.__traceback__)[-1].line
+        return f"differs: {line} {str(error)[:300]}", kills
     return "equal", kills
 
 

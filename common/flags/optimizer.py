@@ -35,7 +35,7 @@ class OptimizerArguments:
 
 
 def parse_optimizer(text: str) -> OptimizerSpec:
-    """Return what --optimizer asks for. Raises ValueError."""
+    """Parse --optimizer. Raises ValueError."""
     name, colon, rate = text.partition(":")
     if text == "adamw":
         return ADAMW

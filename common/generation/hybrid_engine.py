@@ -56,7 +56,7 @@ class HybridOptions:
 
     @classmethod
     def of(cls, args: Any) -> Self:
-        """Return what the flags say."""
+        """Build the options from the flags."""
         given = {name: getattr(args, name) for name in cls.__dataclass_fields__ if hasattr(args, name)}
         return cls(**given, max_length=args.max_prompt_seq_len + args.max_answer_seq_len)
 

@@ -106,7 +106,7 @@ class SlotCache(Cache):
 
 
 def kv_bytes_per_token(config: Any, bytes_per_number: int, tp_size: int = 1) -> int:
-    """Return what keys and values of one token take on a rank, all layers together."""
+    """Bytes of one token's keys and values on a rank, summed over the layers."""
     config = config.get_text_config()
     _, num_kv_heads, head_dim = head_counts(config)
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):

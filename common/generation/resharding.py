@@ -126,7 +126,7 @@ class WeightPlan:
         return self.num_gathered_shards == 1 and (self.route is Route.ROWS or self.cut is None)
 
     def blocks(self, source: int, tp_rank: int) -> list[Block]:
-        """Return what of rank `source`'s shard belongs into slice `tp_rank`; sender and receiver agree."""
+        """Blocks of rank `source`'s shard that belong to slice `tp_rank`; sender and receiver agree."""
         rows_per_shard = self.shard_size // self.width
         first = source * rows_per_shard
         last = min(first + rows_per_shard, prod(self.shape) // self.width)

@@ -226,7 +226,7 @@ def plan_of(config: Any) -> Plan:
 
 
 def derive_style(config: Any, pattern: str, style: str) -> Style:
-    """Return what an entry of transformers' base_model_tp_plan means; raise NoPlan unless that is certain."""
+    """Style of an entry of transformers' base_model_tp_plan. Raises NoPlan where it is ambiguous."""
     num_heads, num_kv_heads, head_dim = head_counts(config)
     queries = (Part(num_heads * head_dim, head_dim, HEADS),)
     keys = (Part(num_kv_heads * head_dim, head_dim, KEY_VALUE_HEADS, may_repeat=True),)

@@ -69,10 +69,10 @@ class Packing:
         dtype: torch.dtype,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Return what is added to the scores of a piece's tokens, or of those at `rows`: (length, key_length)
-        of 0 and -inf; None: the plain causal mask.
+        """Additive mask of a segment's tokens, or of those at `rows`: (length, key_length), 0 and -inf; None
+        means the plain causal mask.
 
-        One tensor for all pieces and layers alike: of booleans sdpa would save a copy for each.
+        One tensor serves all segments and layers; of a boolean mask sdpa would keep a copy for each.
         """
         if rows is None and length == key_length and (window is None or window >= length):
             return None
@@ -234,7 +234,7 @@ def attend_flash(
     packing: Packing | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return what transformers makes of flash-attn, whose causal mask is aligned to the end of the keys."""
+    """flash-attn through transformers; its causal mask is aligned to the end of the keys (bottom right)."""
     if packing is not None:
         key, value = packing.keys_of(key), packing.keys_of(value)
         kwargs |= {"cu_seq_lens_q": packing.starts, "max_length_q": max(packing.lengths)}

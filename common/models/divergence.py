@@ -104,7 +104,7 @@ def scores_and_divergence(
     token_weights: torch.Tensor | None = None,
     **how: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """Return what `token_scores` says and then what `summed_divergence` says, in one pass of a model."""
+    """Results of `token_scores`, then those of `summed_divergence`, from one forward pass."""
     scores = token_scores(hidden, weight, bias, token_ids, options, **how)
     compared = {"teacher": teacher, "beta": beta, "token_weights": token_weights}
     return *scores, *summed_divergence(hidden, weight, bias, options, **compared)

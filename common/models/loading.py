@@ -378,7 +378,7 @@ def run_with_router(owner: nn.Module, model: PreTrainedModel, inputs: ModelInput
 
 
 def run_backbone(model: PreTrainedModel, inputs: ModelInputs, **more: Any) -> Any:
-    """Return what a transformers model's backbone does, its last hidden states first."""
+    """Outputs of a transformers model's backbone, the last hidden states first."""
     backbone = backbone_of(model)
     arguments = inputs.model_arguments(with_packing=takes_packed(model))
     if not forward_accepts(backbone, "position_ids"):

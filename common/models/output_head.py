@@ -39,7 +39,7 @@ class LogitOptions:
     num_valid_tokens: int | None = None
 
     def transform(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return what the model makes of its raw logits."""
+        """Logits after the model's scaling and soft cap."""
         if self.multiplier != 1.0:
             logits = logits * self.multiplier
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
@@ -52,7 +52,7 @@ _UNKNOWN = ("logits_scaling", "output_multiplier", "logits_mup_width_multiplier"
 
 
 def read_logit_transform(config: Any) -> LogitOptions:
-    """Return what a model of this configuration makes of its head's output: a factor, and a cap.
+    """Scaling factor and soft cap that a model of this configuration applies to its logits.
 
     Raises ValueError, naming the field, where the configuration asks for another treatment of logits.
     """
@@ -267,7 +267,7 @@ class SummedOverTokens(torch.autograd.Function):
 
     @classmethod
     def of(cls, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *more: Any) -> Any:
-        """Return what `apply` does, which cannot tell where no gradient is wanted."""
+        """Like `apply`, but skips the backward pass where no gradient is needed."""
         inputs = hidden, weight, bias
         if not torch.is_grad_enabled():
             inputs = [x if x is None else x.detach() for x in inputs]

@@ -65,11 +65,11 @@ class PolicyModel(nn.Module):
         temperature: float | None = None,
         **how: Any,
     ) -> Any:
-        """Return what `score`, a function of output_head.py, says of `token_ids` (N,), by default
-        log-probabilities and entropies; it gets `how`.
+        """Apply `score`, a function of output_head.py, to `token_ids` (N,); by default log-probabilities and
+        entropies. `how` are its further arguments.
 
-        `slots` (N,) int64 are those that predict them, `inputs.slots_before`. All stand on the CPU.
-        `temperature` takes the place of the model's own.
+        `slots` (N,) int64 are the positions that predict the tokens, `inputs.slots_before`. All tensors are
+        on the CPU. `temperature` replaces the model's own.
         """
         plain = plain_model(self.causal_lm)
         options = self.options if temperature is None else replace(self.options, temperature=temperature)

@@ -37,7 +37,7 @@ def tokenizer_of(path: str) -> str:
 
 
 def read_adapter_config(path: str) -> dict[str, Any]:
-    """Return what adapter_config.json says. Raises ValueError when it cannot be read, or is no LoRA's."""
+    """Contents of adapter_config.json. Raises ValueError if it cannot be read or is not a LoRA adapter's."""
     try:
         config = json.loads((Path(path) / ADAPTER_CONFIG).read_text())
     except (OSError, ValueError, RecursionError) as error:

@@ -165,8 +165,8 @@ class Trainer:
 def build_trainer(
     kind: type[Trainer], start: Start, model: nn.Module, batches: GlobalBatches, num_steps: int
 ) -> Trainer:
-    """Return what trains the model in an engine; the batches learn whether their sequences are packed, and
-    on a CPU are cut into passes of CPU_PASS_TOKENS where micro-batches may be larger and no flag says how.
+    """Build the trainer of a model. Tells the batches whether sequences are packed, and on a CPU cuts them
+    into passes of CPU_PASS_TOKENS unless a flag sets the size of micro-batches.
 
     Every rank must call this.
     """

@@ -112,9 +112,9 @@ def _joining() -> Iterator[None]:
 
 
 def text_of_first_rank(key: str, make: Callable[[], str]) -> str:
-    """Return what `make()` gives on rank 0: for checks, which come before `start`. Every rank must call this.
+    """Result of `make()` on rank 0, for checks that run before `start`. Every rank must call this.
 
-    Rank 0 returns once all have the text. Leaves with exit code 2 where the others cannot be joined.
+    Rank 0 returns once all ranks have the text. Exits with code 2 if the other ranks cannot be reached.
     """
     if world_size() == 1:
         return make()
@@ -254,9 +254,9 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 def run_together(
     work: Callable[[], T], failure: type[Exception] | None = None, group: dist.ProcessGroup | None = None
 ) -> list[T]:
-    """Return what `work()` gives on every rank, by rank: no rank waits for one that has failed.
+    """Results of `work()` of all ranks, by rank; no rank waits for one that has failed.
 
-    Every rank must call this; one that has nothing to do gives `lambda: None`.
+    Every rank must call this; one that has nothing to do passes `lambda: None`.
 
     Raises:
         its own error on a rank where `work` raised one;
@@ -298,9 +298,9 @@ def make_on_first_rank(make: Callable[[], Path]) -> Path:
 
 
 def all_to_all(parts: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
-    """Return what each rank has sent to this one; parts[rank] (n,) goes to `rank`. All on the CPU, one dtype.
+    """Tensors that each rank has sent to this one; parts[rank] (n,) goes to `rank`. CPU tensors of one dtype.
 
-    Every rank of the group, None: of the world, must call this. A group's go through its device.
+    Every rank of the group (None: all ranks) must call this. A group's tensors pass through its device.
     """
     if len(parts) == 1:
         return parts

@@ -31,7 +31,7 @@ def checkpoint_name(step: int, position: str = "") -> str:
 
 
 def checkpoint_order(name: str) -> tuple[int, int] | None:
-    """Return what sorts checkpoints by time: (steps, then 0 whole, 1 rollout, 2 and more updates).
+    """Sort key of a checkpoint: (steps, then 0 for a whole step, 1 for a rollout, 2 and more for updates).
 
     None for a name of another form, such as that of an unfinished folder.
     """
@@ -53,7 +53,7 @@ class Checkpoint:
         return [self.folder / name for name in sorted(self.meta["files"]) if name.startswith(f"{part}-rank-")]
 
     def damaged_file(self, share: slice = slice(None)) -> str | None:
-        """Return what is wrong with the first file (of a share of them) that is not as it was written."""
+        """Describe the first damaged file among a share of the files; None if all are as written."""
         for name in sorted(self.meta["files"])[share]:
             try:
                 if _digest(self.folder / name) != self.meta["files"][name]["sha256"]:

@@ -32,7 +32,7 @@ class EarlierRun:
 
 
 def find_run(args: Any, problems: Problems) -> EarlierRun:
-    """Return what this run resumes, after adding why it cannot, or must not, write to its folder."""
+    """Find the run to resume; add a problem if the output folder cannot or must not be written to."""
     folder = Path(args.output_dir) if args.output_dir else None
     if args.resume not in ("auto", "never", "overwrite"):
         return _named_run(args, folder, problems)

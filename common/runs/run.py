@@ -174,9 +174,9 @@ class Run(Stateful):
                 folder.rename(aside)
 
     def describe(self) -> dict[str, Any]:
-        """Return what run.json is to say: steps, defaults, and this start after those that the file has.
+        """Contents of run.json: steps, defaults, and the starts so far, this one last.
 
-        A run that begins anew has no earlier starts.
+        A run that does not resume has no earlier starts.
         """
         earlier = read_if_whole(self.folder / run_files.RUN_FILE, starts=list) if self.last_saved else {}
         engines = {name: part.engine for name, part in self.parts.items() if hasattr(part, "engine")}

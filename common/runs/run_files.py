@@ -35,7 +35,7 @@ _held: tuple[IO[str], dict[str, Any], dict[str, Any]] | None = None
 
 
 def read_lock(folder: Path) -> dict[str, Any]:
-    """Return what lock.json says of the last run, {} where there is none, or none that can be read."""
+    """Contents of lock.json, about the last run; {} if it is missing or unreadable."""
     return read_if_whole(folder / LOCK_FILE)
 
 

@@ -103,7 +103,7 @@ class Stateful:
         return iter(())
 
     def json_state(self) -> dict[str, Any]:
-        """Return what is no tensor, the same on every rank; nothing unless overridden."""
+        """State other than tensors, the same on every rank; {} unless overridden."""
         return {}
 
     def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ class Segment(NamedTuple):
 
     @classmethod
     def of_share(cls, name: str, parameter: nn.Parameter, owner: torch.Tensor, offset: int = 0) -> "Segment":
-        """Return what `local_shard` gives of a parameter, without the padding of ZeRO 3."""
+        """Segment of a parameter that `local_shard` returns, without the padding of ZeRO 3."""
         size = parameter.ds_numel if is_sharded(parameter) else parameter.numel()
         mine = own_share(size)
         return cls(name, size, mine.start, mine.stop - mine.start, owner, offset)
@@ -182,7 +182,7 @@ class EngineState(Stateful):
                     yield from segment.save(f"{segment.name}:{name}", state[name])
 
     def json_state(self) -> dict[str, Any]:
-        """Return what is no tensor; the same on every rank."""
+        """State other than tensors, the same on every rank."""
         engine = self.engine
         scaler = vars(self.zero.loss_scaler) if engine.fp16_enabled() else {}
         return {

@@ -20,7 +20,7 @@ class Quiz(Adapter):
         return [dict(zip(COLUMNS, line.split(" | "), strict=False)) for line in lines if line], None
 
     def columns(self) -> tuple[str, ...]:
-        """Return what a row must have: one without it is counted as bad, and named."""
+        """Columns that every row must have; a row without one is reported as bad."""
         return COLUMNS
 
     def get_prompt(self, row: dict[str, Any]) -> str:

@@ -97,7 +97,7 @@ class Worker:
         theirs.close()
 
     def ask(self, batch: Answers, timeout_seconds: float) -> Checked:
-        """Return what the function gives; the time to get ready does not count.
+        """Scores by the function; the timeout does not include the start-up of its process.
 
         Raises TimeoutError; RaisedError when the function raised, RewardError when its process died.
         """

@@ -100,7 +100,7 @@ class JsonClient:
         return answer.status_code, answer.headers.get("location", ""), data.decode("utf-8", "replace")
 
     def _cure(self, status: int, location: str) -> str:
-        """Return what a user can do about a status that is no answer."""
+        """What the user can do about an error status."""
         if location:
             return f"it sends us on to {quoted(location)}; give that address to --reward, if you trust it"
         if status in (401, 403):

@@ -208,7 +208,7 @@ class JudgeReward(TextReward):
         return fill(self.template.score, prompt=one.prompts[0], answer=one.responses[0])
 
     def _judge(self, question: str, read: Callable[[str], float]) -> float:
-        """Return what is read of the judge's reply; a question that was answered is not asked again."""
+        """Number read from the judge's reply; a question that was answered before is not asked again."""
         key = hashlib.blake2b(question.encode("utf-8", "replace"), digest_size=16).digest()
         if key in self._known:
             self._count(cached=1)

@@ -64,7 +64,7 @@ def reward_bias(texts: Sequence[str]) -> float:
 
 
 def parse_reward(text: str, taken: set[str]) -> RewardSpec:
-    """Return what one entry of `--reward` says, under a name that is not taken; its weight is 1 by default.
+    """Parse one entry of `--reward`, under a name that is not in `taken`; the weight is 1 by default.
 
     Raises:
         ValueError: unknown kind (the nearest is named), a weight that is no number, nothing behind the kind,

@@ -149,8 +149,8 @@ class ScoreSum:
                 self.costs[name] = self.costs.get(name, 0.0) + number
 
     def take_costs(self, group: str) -> dict[str, float]:
-        """Return what the judges have cost since the last time, named for the log as GROUP/NAME_calls,
-        _cached, _prompt_tokens, _completion_tokens and _seconds (of all requests together).
+        """Costs of the judges since the last call, under the log names GROUP/NAME_calls, _cached,
+        _prompt_tokens, _completion_tokens and _seconds (summed over requests).
         """
         taken, self.costs = self.costs, {}
         return {f"{group}/{name}": number for name, number in taken.items()}

@@ -61,7 +61,7 @@ class TextReward:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name) if num_threads > 1 else None
 
     def ask(self, batch: Answers) -> Checked:
-        """Return what `checked_scores` does of a batch. Raises RewardError when there are no scores."""
+        """Score a batch; see `checked_scores`. Raises RewardError if there are no scores."""
         raise NotImplementedError
 
     def score(self, answers: Answers) -> list[float]:
@@ -112,9 +112,9 @@ def parse_on_error(text: str) -> float | None:
 
 
 def in_daemon(work: Callable[[], Any], name: str) -> Future[Any]:
-    """Return what `work` will have given in a thread of that name, or raised.
+    """Future of `work` running in a daemon thread of that name.
 
-    The thread is a daemon: the program must be able to end while a reward hangs.
+    A daemon thread, so that the program can exit while a reward hangs.
     """
     future: Future[Any] = Future()
 
@@ -176,7 +176,7 @@ def _as_float(value: Any) -> float:
 
 
 def read_number(value: Any) -> float | None:
-    """Return what a text or another object says as a float, None unless it is a number that fp32 holds."""
+    """A text or another object as a float; None unless it is a finite number in fp32."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):

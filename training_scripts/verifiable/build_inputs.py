@@ -73,7 +73,7 @@ def sums() -> list[tuple[str, int]]:
 
 
 def taught_answer(value: int, draw: random.Random) -> int:
-    """Return what the teacher says: the value, or one of four numbers beside it."""
+    """The teacher's answer: the value, or one of the four numbers next to it."""
     if draw.random() < RIGHT_FRACTION:
         return value
     return draw.choice([n for n in range(value - 2, value + 4) if n >= 0 and n != value][:4])
@@ -135,7 +135,7 @@ def problems(draw: random.Random) -> Iterator[Row]:
 
 
 def taught_solution(solution: str, draw: random.Random) -> str:
-    """Return what the teacher says: the solution, or one that ends a step early, with that result."""
+    """The teacher's answer: the solution, or one that stops a step early with that result."""
     if draw.random() < RIGHT_FRACTION:
         return solution
     *steps, _, _ = solution.split("\n")  # the last step, and "#### answer"
