@@ -146,7 +146,6 @@ class TrainerState(Stateful):
         parts = {
             "rollout": (trainer.rollout, ("refilled_fraction", "recomputes")),
             "kl": (trainer.kl_controller, ("coef",)),
-            "switch_costs": (trainer.roles.actor.hybrid_engine, ("received_bytes",)),
             "value_norm": (trainer.value_normaliser, ("weight", "mean", "variance")),
             "scores": (trainer.rollout.scores if trainer.rollout.scores.judges else None, ("costs",)),
             "evaluation": (trainer.evaluation, ("step", "metrics", "before", "best", "prompts")),

@@ -69,7 +69,7 @@ class HybridEngine:
         self._states: list[OptimizerStates] = []
         if options.offload_states_for_generation:
             self.offload_during_generation(engine)
-        self.received_bytes = 0  # on this rank, by the last switch; a checkpoint keeps it
+        self.received_bytes = 0  # on this rank, by the last switch
         self.module = language_model(engine.module)
         self._weights = weights = trained_weights(self.module)
         self.is_sharded = any(is_sharded(w.parameter) for w in weights.values())

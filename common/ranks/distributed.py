@@ -34,7 +34,7 @@ NCCL_EXTRA_SECONDS = 30.0
 ALLOCATOR_VARIABLES = {f"PYTORCH_{kind}ALLOC_CONF" for kind in ("", "CUDA_", "HIP_")}
 # There where its driver is; the second on WSL.
 NVIDIA_DRIVER = ("/dev/nvidiactl", "/usr/lib/wsl/lib/nvidia-smi")
-CANNOT_JOIN = 2  # exit code, as of bad input
+BAD_INPUT, CANNOT_JOIN = 2, 4  # exit codes; a rank that does not come is as one that is lost later
 JOIN_SECONDS = 45.0  # for all ranks of a machine to come; 40 times that for those of several
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 T = TypeVar("T")
@@ -108,13 +108,13 @@ def _joining() -> Iterator[None]:
             f"({first_line(error)}); see whether another rank has ended and why, choose a port that nobody "
             "uses (deepspeed --master_port), and see that all machines reach that address"
         )
-        raise SystemExit(CANNOT_JOIN) from error
+        raise SystemExit(BAD_INPUT if "EADDRINUSE" in str(error) else CANNOT_JOIN) from error
 
 
 def text_of_first_rank(key: str, make: Callable[[], str]) -> str:
     """Result of `make()` on rank 0, for checks that run before `start`. Every rank must call this.
 
-    Rank 0 returns once all ranks have the text. Exits with code 2 if the other ranks cannot be reached.
+    Rank 0 returns once all ranks have the text. Exits with CANNOT_JOIN if the other ranks cannot be reached.
     """
     if world_size() == 1:
         return make()

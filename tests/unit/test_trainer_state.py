@@ -235,7 +235,6 @@ def make_trainer(rows=5):
         rollout=SimpleNamespace(
             refilled_fraction=0.0, recomputes=True, scores=SimpleNamespace(judges={"judge": None}, costs={})
         ),
-        roles=SimpleNamespace(actor=SimpleNamespace(hybrid_engine=SimpleNamespace(received_bytes=0))),
         prompts=GlobalBatches(range(99), list, rows_per_micro_batch=1),
         losses=SimpleNamespace(pretraining=None),
         kl_controller=KLController(0.1, 6.0),
