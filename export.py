@@ -151,8 +151,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         leading="checkpoint",
     )
     problems.exit_if_any()
-    found, doubts = find_checkpoints(Path(args.checkpoint))
-    checkpoint = newest_whole(found, doubts)
+    checkpoints, doubts = find_checkpoints(Path(args.checkpoint))
+    checkpoint = newest_whole(checkpoints, doubts)
     problems.check(
         checkpoint is not None, f"{args.checkpoint}: {'; '.join(doubts) or 'it has no checkpoint'}"
     )

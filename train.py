@@ -232,10 +232,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         code, was_asked = run_group(launch.words, cwd=ROOT, env=env | launch.variables)
         if code:
             code = STOPPED if was_asked else code
-            how = "was stopped" if code == STOPPED else f"ended with exit code {code}"
+            outcome = "was stopped" if code == STOPPED else f"ended with exit code {code}"
             log = step_folder(args, step) / "train.log"
             then = "mend what its message names, then give" if code == BAD_INPUT else "resume it by"
-            print(f"step {step} {how}; its output is in {log}; {then} the same command", file=sys.stderr)
+            print(f"step {step} {outcome}; its output is in {log}; {then} the same command", file=sys.stderr)
             raise SystemExit(code)
     if not args.dry_run:
         report(args)
@@ -243,8 +243,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _with_underscores(word: str) -> str:
     """Return a flag's name as ours are written: DeepSpeed-Chat's program of this name has dashes."""
-    found = re.fullmatch(r"--([\w-]+)(=.*)?", word, re.DOTALL)
-    return f"--{found[1].replace('-', '_')}{found[2] or ''}" if found else word
+    match = re.fullmatch(r"--([\w-]+)(=.*)?", word, re.DOTALL)
+    return f"--{match[1].replace('-', '_')}{match[2] or ''}" if match else word
 
 
 if __name__ == "__main__":

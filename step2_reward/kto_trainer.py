@@ -142,4 +142,4 @@ class KTOTrainer(Trainer):
 def gather_rows(own: list[torch.Tensor]) -> torch.Tensor:
     """Return the rows of all ranks, on the CPU. Every rank must call this."""
     parts = distributed.gather_objects([part.cpu() for part in own])
-    return torch.cat([part for of_rank in parts for part in of_rank])
+    return torch.cat([part for rank_parts in parts for part in rank_parts])

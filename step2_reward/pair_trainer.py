@@ -69,7 +69,7 @@ def judge_pairs(
         lengths = [batch.lengths[f"{s}_ids"] - batch.numbers(f"{s}_response_start") for s in SIDES]
         figures = torch.stack([*compute(batch)]).cpu()  # at once: each copy waits for the device
         own.append([column[is_real] for column in (*lengths, *figures)])
-    parts = [part for of_rank in distributed.gather_objects(own) for part in of_rank]
+    parts = [part for rank_parts in distributed.gather_objects(own) for part in rank_parts]
     columns = [torch.cat(column) for column in zip(*parts, strict=True)]
     chosen_lengths, rejected_lengths, chosen, rejected, *loss = columns
     scores, lengths = torch.cat([chosen, rejected]), torch.cat([chosen_lengths, rejected_lengths])

@@ -92,12 +92,12 @@ def compute_reference(trainer: Any, pairs: ReferencePairs, rows: Sequence[int]) 
     lengths = pairs.lengths(f"{trainer.sides[0]}_ids")
     in_order = sorted(rows, key=lambda row: (lengths[row], row))  # less padding
     size, rank = trainer.args.per_device_eval_batch_size, distributed.rank()
-    found = torch.zeros_like(pairs.logprobs, dtype=torch.float64)
+    computed = torch.zeros_like(pairs.logprobs, dtype=torch.float64)
     for first in range(0, len(in_order), size * distributed.world_size()):
-        mine = in_order[first + rank * size :][:size]
-        batch = mine or in_order[:1]  # as many passes on every rank
+        own_rows = in_order[first + rank * size :][:size]
+        batch = own_rows or in_order[:1]  # as many passes on every rank
         logprobs = trainer.compute_logprobs(collate_pairs([pairs[row] for row in batch])).view(-1, 2)
-        if mine:
-            found[mine] = logprobs.double().cpu()
+        if own_rows:
+            computed[own_rows] = logprobs.double().cpu()
     # Each row has one rank's number and zeros: the sum is that number.
-    pairs.logprobs[rows] = distributed.reduce_sum(found)[rows].float()
+    pairs.logprobs[rows] = distributed.reduce_sum(computed)[rows].float()

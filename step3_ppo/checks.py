@@ -291,14 +291,14 @@ def doubts_about_rewards(args: PPOArguments, rewards: list[RewardSpec]) -> list[
     lines = []
     for path in dict.fromkeys(spec.target for spec in rewards if spec.kind == "model"):
         metadata = read_metadata(path)
-        told, template = metadata.get("eval", {}), metadata.get("template") or args.template
-        if {"accuracy", "pairs"} <= told.keys():
-            rate = wilson_interval(told["accuracy"] * told["pairs"], told["pairs"])
+        figures, template = metadata.get("eval", {}), metadata.get("template") or args.template
+        if {"accuracy", "pairs"} <= figures.keys():
+            rate = wilson_interval(figures["accuracy"] * figures["pairs"], figures["pairs"])
             if rate.low < MIN_REWARD_ACCURACY:
                 lines.append(
-                    f"the reward model {path} ranked {told['accuracy']:.1%} of {told['pairs']} held-out "
-                    f"pairs rightly (95 % interval {rate.low:.1%} to {rate.high:.1%}), not surely above "
-                    f"{MIN_REWARD_ACCURACY:.0%}: what it prefers may be noise"
+                    f"the reward model {path} ranked {figures['accuracy']:.1%} of {figures['pairs']} "
+                    f"held-out pairs correctly (95 % interval {rate.low:.1%} to {rate.high:.1%}), not "
+                    f"significantly above {MIN_REWARD_ACCURACY:.0%}: its preferences may be noise"
                 )
         if args.template not in ("", template):
             lines.append(
@@ -318,14 +318,14 @@ def check_models(
     # The critic scores too by default, and is looked at once.
     scorers = [spec.target for spec in rewards if spec.kind == "model"]
     flag = "--reward model:" if args.reward else "--critic_model_name_or_path"
-    found = [
+    models = [
         ("actor", "--actor_model_name_or_path", args.actor_model_name_or_path, args.actor),
         ("critic", "--critic_model_name_or_path", critic, args.critic),
         ("teacher", "--teacher_model_name_or_path", args.teacher_model_name_or_path, None),
         *(("reward", flag, name, None) for name in scorers if name != critic),
     ]
     actor = None  # its tokenizer
-    for role, flag, name, flags in found:
+    for role, flag, name, flags in models:
         config = startup.check_model(flag, name, args, problems, takes_adapter=True)
         if config is None:
             continue

@@ -162,10 +162,11 @@ class Environments:
         reply = reply if self.template.is_to_the_letter else reply.strip()
         conversation.messages = [*conversation.messages, {"role": "assistant", "content": reply}]
         try:
-            told = self._call("step", conversation.environment.step, copy.deepcopy(conversation.messages))
-            if not isinstance(told, tuple | list) or len(told) != 3:
-                raise ConversationFailed(f"step gave {quoted(str(told))}; return (messages, reward, is over)")
-            messages, reward, is_over = told
+            result = self._call("step", conversation.environment.step, copy.deepcopy(conversation.messages))
+            if not isinstance(result, tuple | list) or len(result) != 3:
+                shown = quoted(str(result))
+                raise ConversationFailed(f"step gave {shown}; return (messages, reward, is over)")
+            messages, reward, is_over = result
             number = None if isinstance(reward, str) else read_number(reward)
             if number is None:
                 raise ConversationFailed(f"step gave the reward {quoted(str(reward))}: no finite number")

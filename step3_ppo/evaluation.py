@@ -90,27 +90,27 @@ def judge(batch: PackedBatch, scores: torch.Tensor) -> Judged:
     """
     tokens = (ids.tolist() for ids in batch.sequences("response_ids"))
     digests = [hashlib.blake2b(str(ids).encode(), digest_size=8).hexdigest() for ids in tokens]
-    everyone = distributed.gather_objects(list(zip(batch.ids, scores.tolist(), digests, strict=True)))
-    rows = sorted(row for of_rank in everyone for row in of_rank)
+    gathered = distributed.gather_objects(list(zip(batch.ids, scores.tolist(), digests, strict=True)))
+    rows = sorted(row for rank_rows in gathered for row in rank_rows)
     return {
         "scores": [None if math.isnan(score) else score for _, score, _ in rows],
         "answers": [digest for _, _, digest in rows],
     }
 
 
-def compare(mine: Judged, before: Judged) -> dict[str, float]:
-    """Return the share of prompts on which `mine` has the higher score, and its 95 % interval (Wilson).
+def compare(current: Judged, before: Judged) -> dict[str, float]:
+    """Return the share of prompts on which `current` has the higher score, and its 95 % interval (Wilson).
 
     A tie counts half. The same answer ties whatever it scored: in other company it is scored in another
     micro-batch, and rounded otherwise. An answer without a score ties with any.
     """
     wins = 0.0
     for score, answer, old_score, old_answer in zip(
-        mine["scores"], mine["answers"], before["scores"], before["answers"], strict=True
+        current["scores"], current["answers"], before["scores"], before["answers"], strict=True
     ):
         is_tie = answer == old_answer or score is None or old_score is None or score == old_score
         wins += 0.5 if is_tie else float(score > old_score)
-    return win_rate("", wins, len(mine["scores"]))
+    return win_rate("", wins, len(current["scores"]))
 
 
 def win_rate(name: str, wins: float, num_prompts: int) -> dict[str, float]:
@@ -127,11 +127,11 @@ def measure(batch: PackedBatch, checks: Sequence[str]) -> dict[str, float]:
     Every rank must call this.
     """
     more = {NUM_TURNS: batch.numbers(NUM_TURNS).float()} if NUM_TURNS in batch.data else {}
-    everyone = gather_responses(batch, **more)
+    gathered = gather_responses(batch, **more)
     if checks:
-        everyone["passed"] = torch.stack([everyone[PREFIX + name] > 0 for name in checks]).all(0)
+        gathered["passed"] = torch.stack([gathered[PREFIX + name] > 0 for name in checks]).all(0)
     # NaN: a reward whose failure is borne.
-    means = {name: float(values.double().nanmean()) for name, values in everyone.items()}
+    means = {name: float(values.double().nanmean()) for name, values in gathered.items()}
     names = [name for name in means if name.startswith(PREFIX)]
     metrics = {"eval/score": means["scores"]} if "scores" in means else {}
     if "divergences" in batch.data:
@@ -210,14 +210,14 @@ class Evaluation:
         nowhere, where failures are borne. Every rank must call this. Raises StepRefused.
         """
         scores = self.rollout.scores
-        mine = [scores.decode(ids) for ids in batch.sequences("response_ids")]
+        texts = [scores.decode(ids) for ids in batch.sequences("response_ids")]
         if "texts" not in self.before:
-            everyone = distributed.gather_objects(list(zip(batch.ids, mine, strict=True)))
-            self.before["texts"] = [text for _, text in sorted(row for rows in everyone for row in rows)]
+            gathered = distributed.gather_objects(list(zip(batch.ids, texts, strict=True)))
+            self.before["texts"] = [text for _, text in sorted(row for rows in gathered for row in rows)]
         own = [number - FIRST_NUMBER for number in batch.ids]
         prompts = [self.rows[index]["prompt_text"] for index in own]
         metrics = {}
-        for name, wins in scores.compare(prompts, mine, [self.before["texts"][i] for i in own]).items():
+        for name, wins in scores.compare(prompts, texts, [self.before["texts"][i] for i in own]).items():
             kept = [win for win in wins if not math.isnan(win)]
             count = round(distributed.sum_float(len(kept)))
             metrics |= win_rate(f"_{name}", distributed.sum_float(sum(kept)), count)

@@ -120,11 +120,11 @@ def build_trainer(
 def topology_lines(args: PPOArguments, roles: Roles) -> list[str]:
     """Return which ranks work together on what, for a run of several."""
     num_ranks, critic = distributed.world_size(), f", critic {args.critic_zero_stage}" if roles.critic else ""
-    told = (
+    line = (
         f"{num_ranks} ranks share every batch and the ZeRO stages (actor {args.actor_zero_stage}{critic}); "
     )
-    told += f"generation by {roles.actor.hybrid_engine.layout.describe()}"
-    return [told] if num_ranks > 1 else []
+    line += f"generation by {roles.actor.hybrid_engine.layout.describe()}"
+    return [line] if num_ranks > 1 else []
 
 
 def build_run(start: PPOStart, trainer: PPOTrainer, prompts: GlobalBatches, data: StageData) -> Run:
@@ -236,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             what="prompt data",
             rows_flag="--per_device_generation_batch_size",
         )
-        held_out, told = choose_prompts(args, start.options, data, start.template)
+        held_out, eval_note = choose_prompts(args, start.options, data, start.template)
         pretraining = build_pretraining_batches(args, start.tokenizer)
     num_steps = count_steps(args, len(prompts))
 
@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         run.begin()  # the first to write: all models are there
     if run.step == 0:
         topology = topology_lines(args, trainer.roles)
-        for line in [*data.report.lines(), *([told] if told else []), *topology]:
+        for line in [*data.report.lines(), *([eval_note] if eval_note else []), *topology]:
             trainer.logger.note(line)
 
     # ---- training ---------------------------------------------------------------------------------------

@@ -39,19 +39,19 @@ def summarise(batch: PackedBatch) -> dict[str, float]:
     What is of scores is left out where there are none. Every rank must call this.
     """
     rewards = masked_sum(tokens(batch, "rewards"), response_mask(batch), dim=1)
-    everyone = gather_responses(batch, rewards=rewards)
+    gathered = gather_responses(batch, rewards=rewards)
     metrics = {}
-    if "scores" in everyone:
+    if "scores" in gathered:
         metrics = {
-            "objective/score": float(everyone["scores"].mean()),
-            "objective/score_std": float(everyone["scores"].std(correction=0)),
-            "objective/reward": float(everyone["rewards"].mean()),
-            "objective/score_length_correlation": float(correlation(everyone["scores"], everyone["lengths"])),
+            "objective/score": float(gathered["scores"].mean()),
+            "objective/score_std": float(gathered["scores"].std(correction=0)),
+            "objective/reward": float(gathered["rewards"].mean()),
+            "objective/score_length_correlation": float(correlation(gathered["scores"], gathered["lengths"])),
         }
     metrics |= {
-        "objective/kl": float(everyone["kl"].mean()),
-        "rollout/response_tokens": float(everyone["lengths"].mean()),
-        "rollout/finished_fraction": float(everyone["is_finished"].mean()),
+        "objective/kl": float(gathered["kl"].mean()),
+        "rollout/response_tokens": float(gathered["lengths"].mean()),
+        "rollout/finished_fraction": float(gathered["is_finished"].mean()),
         "rollout/distinct_1": distinct_ngrams(batch.sequences("response_ids"), 1),
         "rollout/distinct_2": distinct_ngrams(batch.sequences("response_ids"), 2),
     }
@@ -84,18 +84,18 @@ def summarise_scores(batch: PackedBatch, scores: ScoreSum) -> dict[str, float]:
     keys = [key for key in batch.data if key.startswith(PREFIX)]
     if len(keys) < 2 and not scores.bears_failures:
         return {}
-    everyone = gather_numbers(batch, **{key: batch.numbers(key) for key in ["scores", *keys]})
+    gathered = gather_numbers(batch, **{key: batch.numbers(key) for key in ["scores", *keys]})
     several = keys if len(keys) > 1 else []
     metrics = {}
     for key in several:
-        one, name = everyone[key], key.removeprefix(PREFIX)
-        is_scored = ~(one.isnan() | everyone["scores"].isnan())  # failures that are borne, or masked
+        one, name = gathered[key], key.removeprefix(PREFIX)
+        is_scored = ~(one.isnan() | gathered["scores"].isnan())  # failures that are borne, or masked
         if bool(is_scored.any()):
             metrics[f"objective/score_{name}"] = float(one[is_scored].mean())
-            agreement = correlation(one[is_scored], everyone["scores"][is_scored])
+            agreement = correlation(one[is_scored], gathered["scores"][is_scored])
             metrics[f"objective/agreement_{name}"] = float(agreement)
     if scores.bears_failures:
-        failed = torch.stack([everyone[key].isnan() for key in keys])
+        failed = torch.stack([gathered[key].isnan() for key in keys])
         metrics["objective/failed_fraction"] = float(failed.any(0).double().mean())
         for key, of_reward in zip(several, failed, strict=False):
             name = f"objective/failed_fraction_{key.removeprefix(PREFIX)}"
@@ -111,10 +111,10 @@ def summarise_turns(batch: PackedBatch) -> dict[str, float]:
     if NUM_TURNS not in batch.data:
         return {}
     failed, turns = batch.numbers(PREFIX + KIND).isnan(), batch.numbers(NUM_TURNS)
-    everyone = gather_numbers(batch, failed=failed, turns=turns.double())
+    gathered = gather_numbers(batch, failed=failed, turns=turns.double())
     return {
-        "rollout/turns": float(everyone["turns"].mean()),
-        "rollout/environment_failures": float(everyone["failed"].sum()),
+        "rollout/turns": float(gathered["turns"].mean()),
+        "rollout/environment_failures": float(gathered["failed"].sum()),
     }
 
 

@@ -194,7 +194,7 @@ def loss_tokens(
 ) -> LossTokens:
     """Inputs of a policy loss, from the columns of a micro-batch of `num_rows` responses."""
     mask, old_logprobs = data["loss_mask"], data["old_logprobs"]
-    found = {
+    columns = {
         "new_logprobs": logprobs,
         "prox_logprobs": data.get("prox_logprobs", old_logprobs),
         "old_logprobs": old_logprobs,
@@ -203,8 +203,8 @@ def loss_tokens(
         "weights": data.get("correction_weights", torch.ones_like(old_logprobs)),
     }
     # A masked entry becomes 0 before anything is computed from it, so that its NaN reaches no gradient.
-    found = {name: torch.where(mask, x.float(), 0.0) for name, x in found.items()}
-    return LossTokens(**found, mask=mask, rows=data["rows"], num_rows=num_rows)
+    columns = {name: torch.where(mask, x.float(), 0.0) for name, x in columns.items()}
+    return LossTokens(**columns, mask=mask, rows=data["rows"], num_rows=num_rows)
 
 
 def _named(kind: str, means: dict[str, float]) -> dict[str, float]:

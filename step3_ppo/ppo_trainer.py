@@ -172,7 +172,7 @@ class PPOTrainer:
         return -oldest == now
 
     def _correct(
-        self, batch: PackedBatch, how: Correction, *, is_current: bool
+        self, batch: PackedBatch, correction: Correction, *, is_current: bool
     ) -> tuple[PackedBatch, dict[str, float]]:
         """Return the batch with the log-probabilities of the policy before the updates (prox) and importance
         weights, and what these are like.
@@ -184,7 +184,7 @@ class PPOTrainer:
             parts = self.rollout.score_cap.cut(batch)
             joined = join_scores(batch.ids, parts, {"prox_logprobs": self.roles.actor.score(parts)}, {})
             batch, prox = joined, joined.data["prox_logprobs"]
-        batch, weights = weigh_tokens(batch, prox, how)
+        batch, weights = weigh_tokens(batch, prox, correction)
         numbers = summarise_weights(weights, distributed.reduce_sum, distributed.max_float)
         gaps = (batch.data["rollout_logprobs"] - batch.data["prox_logprobs"])[batch.data["loss_mask"]]
         return batch, numbers | {"correction/kl": float(step_mean(gaps))}  # of the sampler to prox, a token

@@ -93,18 +93,18 @@ class Policy(Role):
         return self.compute_logprobs(batch)[0]
 
     def compute_logprobs(
-        self, batch: PackedBatch, *, with_entropy: bool = False, **how: Any
+        self, batch: PackedBatch, *, with_entropy: bool = False, **kwargs: Any
     ) -> tuple[torch.Tensor, ...]:
         """Return logprobs (total,) fp32 of the response tokens and, if asked for, their entropies; more with
-        another `score` of a PolicyModel in `how`.
+        another `score` of a PolicyModel in `kwargs`.
         """
         inputs, slots = self.build_inputs(batch)
         mask = None
         if "support_ids" in batch.data:
             (token_ids,) = to_device([batch.data["support_ids"]], distributed.device())
             mask = SamplingMask(token_ids, batch.data["support_counts"])
-        how |= {"with_entropy": with_entropy, "mask": mask}
-        return self.model(inputs, slots, batch.data["response_ids"], **how)
+        kwargs |= {"with_entropy": with_entropy, "mask": mask}
+        return self.model(inputs, slots, batch.data["response_ids"], **kwargs)
 
 
 class Reference(Policy):
@@ -201,9 +201,9 @@ class Actor(Policy):
         Every rank must call this.
         """
         with watchdog.phase("the generation", clock="generate"):
-            how = replace(self.sampling, top_k=1) if is_greedy else self.sampling
+            sampling = replace(self.sampling, top_k=1) if is_greedy else self.sampling
             generation = self.hybrid_engine.generate(
-                prompt_ids, prompt_mask, sample_ids, how, num_samples=num_samples, on_turns=on_turns
+                prompt_ids, prompt_mask, sample_ids, sampling, num_samples=num_samples, on_turns=on_turns
             )
             lengths = prompt_mask.sum(1), generation.response_mask.sum(1).cpu()
             flops = self.model.module.flops.of_generation(*lengths, num_samples)
@@ -230,12 +230,12 @@ class Actor(Policy):
 
     def find_sampling_masks(self, batches: Sequence[PackedBatch]) -> list[SamplingMask]:
         """Return the tokens that the sampler could draw, for each batch. Every rank must call this."""
-        how = {"score": kept_tokens, "top_k": self.sampling.top_k, "top_p": self.sampling.top_p}
+        kwargs = {"score": kept_tokens, "top_k": self.sampling.top_k, "top_p": self.sampling.top_p}
         masks = []
         with self.scoring():
             for batch in batches:
                 inputs, slots = self.build_inputs(batch)
-                masks.append(SamplingMask(*self.model(inputs, slots, batch.data["response_ids"], **how)))
+                masks.append(SamplingMask(*self.model(inputs, slots, batch.data["response_ids"], **kwargs)))
         return masks
 
 

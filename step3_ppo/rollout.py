@@ -44,8 +44,9 @@ class Rollout:
         self.environments = scores.environments
         most = args.per_device_training_batch_size * (args.max_prompt_seq_len + args.max_answer_seq_len)
         actor = roles.actor
-        caps, how = args.max_tokens_per_micro_batch, (actor.is_packed, actor.shares_prompts)
-        self.cap, self.score_cap = TokenCap(caps.train or most, *how), TokenCap(caps.score or most, *how)
+        caps, layout = args.max_tokens_per_micro_batch, (actor.is_packed, actor.shares_prompts)
+        self.cap = TokenCap(caps.train or most, *layout)
+        self.score_cap = TokenCap(caps.score or most, *layout)
         self.needs_greedy = needs_greedy
         self.refilled_fraction = 0.0  # of the last batch's groups
         self.source = "recompute" if args.replay_sampling_support else args.old_logprobs
@@ -104,8 +105,8 @@ class Rollout:
     def _add_greedy(self, batch: PackedBatch, answers: PackedBatch, texts: PromptTexts) -> PackedBatch:
         """Return the batch with scores, lengths and is_finished of the greedy answers to the same prompts."""
         micro_batches = self.score_cap.cut(answers)
-        found = self.scores.ask(micro_batches, texts)(self.roles.rewards)
-        answers = join_scores(answers.ids, micro_batches, {}, {"scores": found["scores"]})
+        scores = self.scores.ask(micro_batches, texts)(self.roles.rewards)
+        answers = join_scores(answers.ids, micro_batches, {}, {"scores": scores["scores"]})
         row_of = {group: row for row, group in enumerate(answers.numbers("group_ids").tolist())}
         rows = [row_of[group] for group in batch.numbers("group_ids").tolist()]
         columns = {key: answers.numbers(key) for key in ("scores", "is_finished")}
@@ -241,17 +242,17 @@ class Rollout:
 
     def _refuse_if_not_finite(self, batch: PackedBatch) -> None:
         own = [n for n in SCORED if n in batch.data and not bool(batch.data[n].isfinite().all())]
-        everyone = distributed.gather_objects((own, bool(self.scores.has_scores(batch).any())))
-        names = [name for name in SCORED if any(name in of_rank for of_rank, _ in everyone)]
+        gathered = distributed.gather_objects((own, bool(self.scores.has_scores(batch).any())))
+        names = [name for name in SCORED if any(name in rank_names for rank_names, _ in gathered)]
         if names:
             raise StepRefused(
                 f"{', '.join(names)} of the rollout are not finite: a model gives NaN or infinity; use "
                 "--dtype bf16 or fp32 in place of fp16, or lower the learning rate",
                 [batch],
             )
-        if not any(has_score for _, has_score in everyone):
-            told = self.scores.first_failure
-            raise StepRefused(f"no response of the rollout has a score; the first failure: {told}", [batch])
+        if not any(has_score for _, has_score in gathered):
+            failure = f"the first failure: {self.scores.first_failure}"
+            raise StepRefused(f"no response of the rollout has a score; {failure}", [batch])
 
 
 def join_scores(

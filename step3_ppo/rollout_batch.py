@@ -152,10 +152,10 @@ def gather_numbers(batch: PackedBatch, **columns: torch.Tensor) -> dict[str, tor
     Every rank must call this.
     """
     columns = {"ids": torch.tensor(batch.ids, dtype=torch.int64), **columns}
-    everyone = distributed.gather_objects(columns)
-    found = {name: torch.cat([of_rank[name] for of_rank in everyone]) for name in columns}
-    order = found["ids"].argsort()
-    return {name: column[order] for name, column in found.items()}
+    gathered = distributed.gather_objects(columns)
+    joined = {name: torch.cat([rank_columns[name] for rank_columns in gathered]) for name in columns}
+    order = joined["ids"].argsort()
+    return {name: column[order] for name, column in joined.items()}
 
 
 def gather_ids(batch: PackedBatch, is_chosen: torch.Tensor) -> list[int]:
@@ -163,8 +163,8 @@ def gather_ids(batch: PackedBatch, is_chosen: torch.Tensor) -> list[int]:
 
     Every rank must call this.
     """
-    found = gather_numbers(batch, is_chosen=is_chosen)
-    return found["ids"][found["is_chosen"]].tolist()
+    gathered = gather_numbers(batch, is_chosen=is_chosen)
+    return gathered["ids"][gathered["is_chosen"]].tolist()
 
 
 def exchange_rows(batch: PackedBatch, wanted: Sequence[Sequence[int]]) -> PackedBatch:
@@ -172,14 +172,14 @@ def exchange_rows(batch: PackedBatch, wanted: Sequence[Sequence[int]]) -> Packed
 
     Only these rows travel, as one tensor of bytes. Every rank must call this with the same `wanted`.
     """
-    mine = wanted[distributed.rank()]
+    own_ids = wanted[distributed.rank()]
     if distributed.world_size() == 1:
-        return in_order(batch, mine)
+        return in_order(batch, own_ids)
     held = set(batch.ids)
     parts = [in_order(batch, [sample for sample in ids if sample in held]) for ids in wanted]
     sent = [torch.frombuffer(bytearray(save(to_tensors(part))), dtype=torch.uint8) for part in parts]
     received = [load(data.numpy().tobytes()) for data in distributed.all_to_all(sent)]
-    return in_order(PackedBatch.concat([from_tensors(part, batch.data) for part in received]), mine)
+    return in_order(PackedBatch.concat([from_tensors(part, batch.data) for part in received]), own_ids)
 
 
 def replace_rows(
@@ -257,10 +257,10 @@ def cut_minibatches(
 
     Every rank must use these together.
     """
-    everyone = gather_numbers(batch, **row_sizes(batch))
-    ids = everyone["ids"].tolist()
-    for plan in itertools.islice(plan_minibatches(everyone, args, cap, step), first, None):
-        wanted = [[ids[row] for rows in of_rank for row in rows] for of_rank in plan]
+    gathered = gather_numbers(batch, **row_sizes(batch))
+    ids = gathered["ids"].tolist()
+    for plan in itertools.islice(plan_minibatches(gathered, args, cap, step), first, None):
+        wanted = [[ids[row] for rows in rank_rows for row in rows] for rank_rows in plan]
         minibatch = exchange_rows(batch, wanted)
         yield [in_order(minibatch, [ids[row] for row in rows]) for rows in plan[distributed.rank()]]
 
@@ -285,7 +285,7 @@ def plan_minibatches(
         for chosen in order[: len(order) // size * size].split(size):
             if args.packed or args.max_tokens_per_micro_batch:
                 plan = cap.plan({name: of_rows[chosen] for name, of_rows in sizes.items()}, num_ranks)
-                yield [[chosen[rows].tolist() for rows in of_rank] for of_rank in plan]
+                yield [[chosen[rows].tolist() for rows in rank_rows] for rank_rows in plan]
             else:
                 parts = chosen.view(args.gradient_accumulation_steps, num_ranks, -1)
                 yield [parts[:, rank].tolist() for rank in range(num_ranks)]

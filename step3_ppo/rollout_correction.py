@@ -87,7 +87,7 @@ class Weights(NamedTuple):
 
 @torch.no_grad()
 def correction_weights(
-    prox_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, mask: torch.Tensor, how: Correction
+    prox_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, mask: torch.Tensor, correction: Correction
 ) -> Weights:
     """Return prox / sampler probability, as the correction has it; all (B, R).
 
@@ -96,16 +96,16 @@ def correction_weights(
     masks: AReaL, arXiv:2505.24298; with two bounds IcePop, arXiv:2510.18855.
     """
     log_weights, is_counted = torch.where(mask, prox_logprobs.double() - rollout_logprobs.double(), 0.0), mask
-    if how.level != "token":
+    if correction.level != "token":
         sums, lengths = log_weights.sum(1), mask.sum(1)
-        log_weights = sums / lengths.clamp(min=1) if how.level == "geometric" else sums
+        log_weights = sums / lengths.clamp(min=1) if correction.level == "geometric" else sums
         is_counted = lengths > 0
     raw = log_weights.clamp(max=MAX_LOG_RATIO).exp().float()
-    is_outside = is_counted & ((raw < how.lower) | (raw > how.upper))
-    if how.action == "truncate":
-        weights = raw.clamp(how.lower, how.upper)
+    is_outside = is_counted & ((raw < correction.lower) | (raw > correction.upper))
+    if correction.action == "truncate":
+        weights = raw.clamp(correction.lower, correction.upper)
     else:
-        weights = torch.where(is_outside, 0.0, 0 * raw + 1 if how.action == "reject" else raw)
+        weights = torch.where(is_outside, 0.0, 0 * raw + 1 if correction.action == "reject" else raw)
     return Weights(torch.where(is_counted, weights, 0.0), raw, is_outside, is_counted)
 
 
@@ -121,28 +121,28 @@ def prox_share(batch: PackedBatch, step: int) -> torch.Tensor:
 
 @torch.no_grad()
 def weigh_tokens(
-    batch: PackedBatch, prox_logprobs: torch.Tensor, how: Correction
+    batch: PackedBatch, prox_logprobs: torch.Tensor, correction: Correction
 ) -> tuple[PackedBatch, Weights]:
     """The batch with `prox_logprobs`, one a response token, and correction_weights; and what these are."""
     batch = batch.with_key("prox_logprobs", prox_logprobs, like="response_ids")
     prox, sampled, mask = (tokens(batch, key) for key in ("prox_logprobs", "rollout_logprobs", "loss_mask"))
-    made = correction_weights(prox, sampled, mask, how)
-    weights = made.weights if how.level == "token" else on_every_token(made.weights, batch)
+    made = correction_weights(prox, sampled, mask, correction)
+    weights = made.weights if correction.level == "token" else on_every_token(made.weights, batch)
     return with_tokens(batch, correction_weights=weights), made
 
 
-def mean_weights(found: Weights) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def mean_weights(made: Weights) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Sum and count of the raw weights and of those outside the bounds, by the names of the log."""
-    num = found.is_counted.sum()
+    num = made.is_counted.sum()
     return {
-        "correction/weight_mean": (torch.where(found.is_counted, found.raw, 0.0).sum(), num),
-        "correction/capped_fraction": (found.is_outside.sum(), num),
+        "correction/weight_mean": (torch.where(made.is_counted, made.raw, 0.0).sum(), num),
+        "correction/capped_fraction": (made.is_outside.sum(), num),
     }
 
 
 @torch.no_grad()
 def summarise_weights(
-    found: Weights,
+    made: Weights,
     reduce_sum: Callable[[torch.Tensor], torch.Tensor],
     max_float: Callable[[float], float],
 ) -> dict[str, float]:
@@ -152,10 +152,10 @@ def summarise_weights(
     capped_fraction is the fraction that was truncated or masked; effective_fraction is the effective sample
     size of the weights in the loss, (sum w)^2 / sum w^2, divided by n. Every rank must call this.
     """
-    raw, weights = (x[found.is_counted].double() for x in (found.raw, found.weights))
+    raw, weights = (x[made.is_counted].double() for x in (made.raw, made.weights))
     bins = torch.bucketize(raw, torch.tensor(EDGES, dtype=torch.float64), right=True)
     histogram = torch.bincount(bins, minlength=len(EDGES) + 1).double()
-    own = [raw.sum(), weights.sum(), weights.square().sum(), found.is_outside.double().sum()]
+    own = [raw.sum(), weights.sum(), weights.square().sum(), made.is_outside.double().sum()]
     sums = reduce_sum(torch.cat([torch.stack(own), histogram])).tolist()
     raw_sum, weight_sum, squares, num_outside = sums[: len(own)]
     num = max(sum(sums[len(own) :]), 1.0)

@@ -202,9 +202,9 @@ def _read_rows(reader: TensorReader, name: str, keys: list[str], num_ranks: int)
     share = size * num_ranks // distributed.world_size()
     rows = range(distributed.rank() * share, (distributed.rank() + 1) * share)
     for saved in range(num_ranks):
-        mine = [row - saved * size for row in rows if row // size == saved]
-        if mine:
+        own_rows = [row - saved * size for row in rows if row // size == saved]
+        if own_rows:
             names = ["ids", *(f"{key}:{part}" for key in keys for part in ("data", "lengths"))]
             tensors = {key: reader.read(f"{name}:{saved}:{key}") for key in names}
-            parts.append(from_tensors(tensors, keys).select(mine))
+            parts.append(from_tensors(tensors, keys).select(own_rows))
     return PackedBatch.concat(parts)

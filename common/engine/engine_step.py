@@ -103,13 +103,14 @@ def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
             if not is_last:
                 engine.step()  # only counts the micro-batch
         reduced, norms = distributed.reduce_sum(torch.stack(list(sums.values()))), _compute_norms(engine)
-        found = torch.cat([reduced, *(norm.to(reduced).reshape(1) for norm in norms)]).tolist()
-        means = dict(zip(sums, found, strict=False))
+        summed = torch.cat([reduced, *(norm.to(reduced).reshape(1) for norm in norms)]).tolist()
+        means = dict(zip(sums, summed, strict=False))
         for name, number in counted.items():
             total, count = means.pop(name), means.pop(number)
             if count:  # without any it has no mean
                 means[name] = total / count
-        norms = [torch.tensor(n, dtype=norm.dtype) for n, norm in zip(found[len(sums) :], norms, strict=True)]
+        summed_norms = zip(summed[len(sums) :], norms, strict=True)
+        norms = [torch.tensor(n, dtype=norm.dtype) for n, norm in summed_norms]
         return Gradients(engine, terms, means, _combine(engine, norms), norms)
 
 
@@ -184,14 +185,14 @@ def _knowing(engine: Any, norms: Sequence[torch.Tensor]) -> Iterator[None]:
         yield
         return
     attributes = vars(engine.optimizer)
-    told = {"scaled_global_norm": lambda: norms[0], "_get_norm_groups": lambda: norms}
-    told |= {"check_overflow": lambda **_: None, "check_grad_overflow": True}
-    before = {name: attributes[name] for name in told if name in attributes}
-    attributes.update(told)
+    replaced = {"scaled_global_norm": lambda: norms[0], "_get_norm_groups": lambda: norms}
+    replaced |= {"check_overflow": lambda **_: None, "check_grad_overflow": True}
+    before = {name: attributes[name] for name in replaced if name in attributes}
+    attributes.update(replaced)
     try:
         yield
     finally:
-        for name in told:
+        for name in replaced:
             del attributes[name]
         attributes.update(before)
 

@@ -95,10 +95,10 @@ class Muon(torch.optim.AdamW):
         num_at_once = distributed.world_size() if self._is_shared_out else 1
         for first in range(0, len(self.matrices[owner]), num_at_once):
             runs = self.matrices[owner][first : first + num_at_once]
-            mine = [slice(run.offset, run.offset + run.numel) for run in runs]
-            parts = [_advance(momenta[m], gradients[m]) for m in mine]
+            own_slices = [slice(run.offset, run.offset + run.numel) for run in runs]
+            parts = [_advance(momenta[m], gradients[m]) for m in own_slices]
             updates = self._orthogonalise_together([_place(*pair) for pair in zip(runs, parts, strict=True)])
-            for run, m, update in zip(runs, mine, updates, strict=True):
+            for run, m, update in zip(runs, own_slices, updates, strict=True):
                 update *= RMS * max(update.shape[-2:]) ** 0.5
                 part = update.view(-1)[run.start : run.start + run.numel].to(owner.device, torch.float32)
                 kept = 1 - group["lr"] * group["weight_decay"]

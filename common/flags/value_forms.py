@@ -17,12 +17,12 @@ class Interval(str):
 
     def __new__(cls, text: str) -> "Interval":
         """Read the text, which stays what it is: JSON and `==` know it as such."""
-        found = re.fullmatch(r"epoch|([0-9]{1,9})|([0-9]{0,6}[1-9][0-9]{0,6})([smh])", text)
-        if found is None:
+        match = re.fullmatch(r"epoch|([0-9]{1,9})|([0-9]{0,6}[1-9][0-9]{0,6})([smh])", text)
+        if match is None:
             raise ValueError(text)
         interval = super().__new__(cls, text)
-        interval.steps = int(found[1] or 0)
-        interval.seconds = int(found[2] or 0) * UNITS.get(found[3], 0)
+        interval.steps = int(match[1] or 0)
+        interval.seconds = int(match[2] or 0) * UNITS.get(match[3], 0)
         return interval
 
     def __bool__(self) -> bool:
@@ -49,12 +49,12 @@ class TokenCaps(str):
 
     def __new__(cls, text: str) -> "TokenCaps":
         """Read the text, which stays what it is."""
-        found = re.fullmatch(r"([0-9]{1,9})(,0*[1-9][0-9]{0,8})?", text)
-        if found is None:
+        match = re.fullmatch(r"([0-9]{1,9})(,0*[1-9][0-9]{0,8})?", text)
+        if match is None:
             raise ValueError(text)
         caps = super().__new__(cls, text)
-        caps.train = int(found[1])
-        caps.score = int((found[2] or found[1]).lstrip(","))
+        caps.train = int(match[1])
+        caps.score = int((match[2] or match[1]).lstrip(","))
         return caps
 
     def __bool__(self) -> bool:

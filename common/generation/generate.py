@@ -125,8 +125,8 @@ class Generator:
             prompts = (prompt_ids, prompt_mask.bool())
             callbacks = (self.agree_any, on_tokens, on_turns)
             loop = _DecodeLoop(self._step, schedule, *prompts, sample_ids, limits, options, *callbacks)
-            found = loop.run()
-        return Generation(*(tensor.clone() for tensor in found))  # such tensors can take part in a loss
+            tensors = loop.run()
+        return Generation(*(tensor.clone() for tensor in tensors))  # such tensors can take part in a loss
 
 
 class Admission(NamedTuple):
@@ -338,7 +338,8 @@ def take_turns(state: DecodeState, samples: dict[int, int], on_turns: TurnCallba
     `samples` are the samples by their slots. One without room for it and a token more ends there, as cut.
     """
     seen = torch.stack((state.is_stopped.long(), state.num_sampled, state.limits), 1)[list(samples)].tolist()
-    ended = {s: told[1:] for s, told in zip(samples, seen, strict=True) if told[0]}  # slot: (tokens, limit)
+    # slot: (tokens, limit)
+    ended = {s: outcome[1:] for s, outcome in zip(samples, seen, strict=True) if outcome[0]}
     if not ended:
         return set()
     responses = state.response_ids[list(ended)].tolist()

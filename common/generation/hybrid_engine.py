@@ -217,12 +217,12 @@ class HybridEngine:
         """Return the callback of the whole replica: each of its ranks asks about its own samples."""
 
         def ask_all(ended: list[tuple[int, list[int]]]) -> list[list[int] | None]:
-            mine = [(sample, ids) for sample, ids in ended if sample in own]
-            answers = on_turns([(sample - own.start, ids) for sample, ids in mine])
-            told = dict(zip([sample for sample, _ in mine], answers, strict=True))
-            for of_rank in distributed.gather_objects(told, self.groups.tp_group):
-                told |= of_rank or {}  # None: a rank of another replica
-            return [told[sample] for sample, _ in ended]
+            own_turns = [(sample, ids) for sample, ids in ended if sample in own]
+            answers = on_turns([(sample - own.start, ids) for sample, ids in own_turns])
+            replies = dict(zip([sample for sample, _ in own_turns], answers, strict=True))
+            for rank_replies in distributed.gather_objects(replies, self.groups.tp_group):
+                replies |= rank_replies or {}  # None: a rank of another replica
+            return [replies[sample] for sample, _ in ended]
 
         return ask_all
 

@@ -131,7 +131,7 @@ class WeightPlan:
         first = source * rows_per_shard
         last = min(first + rows_per_shard, prod(self.shape) // self.width)
         scale = prod(self.shape[self.cut.dim + 1 :])
-        found, offset = [], 0
+        blocks, offset = [], 0
         for start, stop in self.cut.ranges[tp_rank]:
             start, stop = start * scale, stop * scale
             if self.cut.dim == 0:
@@ -141,15 +141,15 @@ class WeightPlan:
                 rows, columns = slice(first, last), slice(start, stop)
                 in_slice = rows, slice(offset, offset + stop - start)
             if rows.start < rows.stop and start < stop:
-                found.append(Block((slice(rows.start - first, rows.stop - first), columns), in_slice))
+                blocks.append(Block((slice(rows.start - first, rows.stop - first), columns), in_slice))
             offset += stop - start
-        return found
+        return blocks
 
     def blocks_to(self, destination: int, shard: torch.Tensor) -> list[torch.Tensor]:
         """Return the views of this rank's shard that a rank needs."""
         matrix = shard.view(-1, self.width)
-        found = self.blocks(self.layout.rank, self.layout.tp_rank_of(destination))
-        return [matrix[block.in_shard] for block in found]
+        blocks = self.blocks(self.layout.rank, self.layout.tp_rank_of(destination))
+        return [matrix[block.in_shard] for block in blocks]
 
     def blocks_from(self, source: int, of_slice: torch.Tensor) -> list[torch.Tensor]:
         """Return the views of this rank's slice that a rank's blocks belong into, in the order of
@@ -328,7 +328,7 @@ class Resharder:
 
 def _flat_buffer(blocks: list[list[torch.Tensor]], like: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
     """Return a flat tensor with room for the blocks of all ranks, and the elements of each rank's."""
-    sizes = [sum(block.numel() for block in of_rank) for of_rank in blocks]
+    sizes = [sum(block.numel() for block in rank_blocks) for rank_blocks in blocks]
     return like.new_empty(sum(sizes)), sizes
 
 
@@ -336,7 +336,7 @@ def _parts_of(
     buffer: torch.Tensor, blocks: list[list[torch.Tensor]]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield (its part of the flat buffer, block) for every block, rank by rank."""
-    flat = [block for of_rank in blocks for block in of_rank]
+    flat = [block for rank_blocks in blocks for block in rank_blocks]
     for part, block in zip(buffer.split([block.numel() for block in flat]), flat, strict=True):
         yield part.view(block.shape), block
 

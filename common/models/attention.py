@@ -190,10 +190,10 @@ def attend_packed(
     sdpa.
     """
     if packing is None:
-        how = {"scaling": scaling, "dropout": dropout, **kwargs}
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **how)
+        options = {"scaling": scaling, "dropout": dropout, **kwargs}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     key, value = packing.keys_of(key), packing.keys_of(value)
-    how = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    options = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     if query.is_cuda and not dropout:  # torch's kernel has no dropout
         output = varlen.varlen_attn(
             *(x[0].transpose(0, 1) for x in (query, key, value)),
@@ -202,7 +202,7 @@ def attend_packed(
             max(packing.lengths),
             max(packing.key_lengths),
             window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-            **how,
+            **options,
         )
         return output.unsqueeze(0), None
     # Piece by piece, in a last layer that is narrowed only where it is read.
@@ -217,7 +217,7 @@ def attend_packed(
             mask = packing.mask_of(length, k.shape[2], sliding_window, q.dtype, of)
             causal = mask is None
             outputs.append(
-                F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=causal, **how)
+                F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=causal, **options)
             )
     output = torch.cat(outputs, 2)
     if read is not None:
@@ -325,10 +325,10 @@ def narrow_last_layer(model: PreTrainedModel) -> None:
     if not takes_packed(model) or not layers:
         return
     layer = layers[-1]
-    found = [(name, m) for name, m in layer.named_children() if hasattr(m, "layer_idx")]
-    if len(found) != 1:
+    attentions = [(name, m) for name, m in layer.named_children() if hasattr(m, "layer_idx")]
+    if len(attentions) != 1:
         return
-    name, attention = found[0]
+    name, attention = attentions[0]
     children = dict(layer.named_children())
     behind = [children[other] for other in list(children)[list(children).index(name) + 1 :]]
     wide = [m for m in behind if any(p.dim() > 1 for p in m.parameters())]

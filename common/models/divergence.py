@@ -102,10 +102,10 @@ def scores_and_divergence(
     teacher: TeacherLogits,
     beta: float,
     token_weights: torch.Tensor | None = None,
-    **how: Any,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, ...]:
     """Results of `token_scores`, then those of `summed_divergence`, from one forward pass."""
-    scores = token_scores(hidden, weight, bias, token_ids, options, **how)
+    scores = token_scores(hidden, weight, bias, token_ids, options, **kwargs)
     compared = {"teacher": teacher, "beta": beta, "token_weights": token_weights}
     return *scores, *summed_divergence(hidden, weight, bias, options, **compared)
 

@@ -161,7 +161,7 @@ def _check_values(name_or_path: str, model: PreTrainedModel) -> None:
             why = "has integers, and no quantization_config in config.json says what scales them"
             wrong.append(f"{name} {why}; give the model before it was quantized")
     if has_shards:
-        wrong = [text for of_rank in distributed.gather_objects(wrong) for text in of_rank]
+        wrong = [text for rank_texts in distributed.gather_objects(wrong) for text in rank_texts]
     if wrong:
         raise ValueError(f"{name_or_path}: {wrong[0]}")
 

@@ -330,6 +330,6 @@ def trained_weights(model: nn.Module) -> dict[str, TrainedWeight]:
             is_conv1d = getattr(layer, "fan_in_fan_out", False)
             is_transposed = is_conv1d or getattr(layer.get_base_layer(), "is_transposed", False)
             num_stacked = getattr(layer, "num_experts", 1)
-            how = layer.scaling["default"], bool(is_transposed), packing, num_stacked
-            weights[name] = TrainedWeight(parameter, *factors, *how)
+            layout = layer.scaling["default"], bool(is_transposed), packing, num_stacked
+            weights[name] = TrainedWeight(parameter, *factors, *layout)
     return weights

@@ -165,9 +165,9 @@ def own_peak_flops(dtype: torch.dtype) -> float:
 
 def faster_dtype() -> tuple[str, str]:
     """Return fp32 or bf16, the one with the faster products here, and both figures."""
-    found = {name: measure_flops(DTYPES[name]) for name in ("fp32", "bf16")}
-    figures = ", ".join(f"{name} {flops / 1e9:.1f} GFLOP/s" for name, flops in found.items())
-    return max(found, key=found.__getitem__), figures
+    measured = {name: measure_flops(DTYPES[name]) for name in ("fp32", "bf16")}
+    figures = ", ".join(f"{name} {flops / 1e9:.1f} GFLOP/s" for name, flops in measured.items())
+    return max(measured, key=measured.__getitem__), figures
 
 
 def measure_flops(dtype: torch.dtype) -> float:

@@ -94,14 +94,14 @@ def common_lengths(token_ids: torch.Tensor, lengths: torch.Tensor, group_sizes: 
     those of `build_model_inputs`.
     """
     sequences = iter(token_ids.split(lengths.tolist()))
-    found = []
+    common = []
     for size in group_sizes.tolist():
         first, *others = (next(sequences) for _ in range(size))
         length = min(map(len, (first, *others))) if others else 0
         for other in others:
             length = int((first[:length] == other[:length]).long().cumprod(0).sum())
-        found.append(length)
-    return torch.tensor(found)
+        common.append(length)
+    return torch.tensor(common)
 
 
 def _pack(token_ids: torch.Tensor, lengths: torch.Tensor, group_sizes: torch.Tensor) -> ModelInputs:

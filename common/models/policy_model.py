@@ -63,10 +63,10 @@ class PolicyModel(nn.Module):
         *,
         score: Callable[..., Any] = token_scores,
         temperature: float | None = None,
-        **how: Any,
+        **kwargs: Any,
     ) -> Any:
         """Apply `score`, a function of output_head.py, to `token_ids` (N,); by default log-probabilities and
-        entropies. `how` are its further arguments.
+        entropies. `kwargs` are its further arguments.
 
         `slots` (N,) int64 are the positions that predict the tokens, `inputs.slots_before`. All tensors are
         on the CPU. `temperature` replaces the model's own.
@@ -76,7 +76,7 @@ class PolicyModel(nn.Module):
         inputs, slots, token_ids = inputs.to(distributed.device(), slots, token_ids)
         self.flops.count(inputs, len(slots))
         hidden = run_with_router(self, plain, inputs)[slots]  # (N, H)
-        score = partial(score, token_ids=token_ids, options=options, **how)
+        score = partial(score, token_ids=token_ids, options=options, **kwargs)
         return plain.get_output_embeddings()(hidden, score)
 
 

@@ -42,10 +42,10 @@ def print_plan(stage: int, words: Sequence[str]) -> bool:
     # -P: in the user's folder, which may have a `tools` of its own.
     command = [sys.executable, "-P", "-m", "tools.plan", *given, "--stage", str(stage), *words]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    how = {"env": os.environ | {"PYTHONPATH": path}, "capture_output": True, "errors": "replace"}
+    options = {"env": os.environ | {"PYTHONPATH": path}, "capture_output": True, "errors": "replace"}
     try:
         with watchdog.phase("the memory plan"):
-            done = subprocess.run(command, timeout=PLAN_SECONDS, **how)
+            done = subprocess.run(command, timeout=PLAN_SECONDS, **options)
     except (OSError, subprocess.TimeoutExpired) as error:
         say(f"no memory plan: {type(error).__name__}")
         return True

@@ -142,13 +142,13 @@ class FailureDetector(threading.Thread):
         if 0 in self.beats and is_dead(self.beats[0].process) and not is_store_of_launcher:
             raise dist.DistStoreError("it was in rank 0")  # whose children may hold its sockets open
         self._beat(self.store)
-        told = self.store.compare_set(VERDICT, "", "")
-        if told:
-            return Verdict(*json.loads(told))
+        posted = self.store.compare_set(VERDICT, "", "")
+        if posted:
+            return Verdict(*json.loads(posted))
         looks_at_all = self.rank == 0 or self.lost is not None
         self._read(range(self.world_size) if looks_at_all else {0, self.rank - 1})
-        found = self._judge()
-        return self._post(found, self.store) if found else None
+        verdict = self._judge()
+        return self._post(verdict, self.store) if verdict else None
 
     def _beat(self, store: dist.Store) -> None:
         self._num_beats += 1
@@ -235,14 +235,14 @@ class FailureDetector(threading.Thread):
 
     def _all_leave(self, seconds: float) -> bool:
         """Say that this rank leaves, rank 0 as the last, for it holds the store; return whether all do."""
-        deadline, mine = time.monotonic() + seconds, f"left/{self.rank}"
+        deadline, own_key = time.monotonic() + seconds, f"left/{self.rank}"
         others = [f"left/{rank}" for rank in range(1, self.world_size)] if self.rank == 0 else ["left/0"]
         with contextlib.suppress(dist.DistError):  # rank 0 has ended before
             if self.rank:
-                self.main_store.set(mine, "")
+                self.main_store.set(own_key, "")
             while time.monotonic() < deadline:
                 if self.main_store.check(others):
-                    self.main_store.set(mine, "")
+                    self.main_store.set(own_key, "")
                     return True
                 time.sleep(LOOK_SECONDS / 5)
             return False

@@ -65,15 +65,15 @@ class StepCosts:
         appendix B) is this rank's FLOPs by what its device could do in the step's seconds.
         """
         seconds = self.now() - self._started
-        found = {"perf/step_seconds": seconds, "perf/rest_seconds": seconds - self._spent}
+        metrics = {"perf/step_seconds": seconds, "perf/rest_seconds": seconds - self._spent}
         if self.peak_flops and seconds:
-            found["perf/mfu"] = self.flops / (seconds * self.peak_flops)
+            metrics["perf/mfu"] = self.flops / (seconds * self.peak_flops)
         for name, spent in self.seconds.items():
-            found[f"perf/{name}_seconds"] = spent
+            metrics[f"perf/{name}_seconds"] = spent
             if self.tokens[name] and spent:
-                found[f"perf/{name}_tokens_per_second"] = self.tokens[name] * num_ranks / spent
+                metrics[f"perf/{name}_tokens_per_second"] = self.tokens[name] * num_ranks / spent
         self.seconds, self.tokens = Counter(), Counter()
-        return found
+        return metrics
 
 
 COSTS = StepCosts()

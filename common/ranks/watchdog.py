@@ -73,7 +73,7 @@ def phase(name: str, step: int | None = None, *, clock: str = "") -> Iterator[No
         _told.add(kind)
         tell(name)
     before = _position
-    _position = mine = Position(name, before.step if step is None else step)
+    _position = current = Position(name, before.step if step is None else step)
     _depth += 1
     if _detector:
         _detector.tell_position()
@@ -86,7 +86,7 @@ def phase(name: str, step: int | None = None, *, clock: str = "") -> Iterator[No
         raise
     finally:
         _depth -= 1
-        _position = before if _depth else mine._replace(is_over=True)
+        _position = before if _depth else current._replace(is_over=True)
 
 
 def start(store: dist.Store, rank: int, world_size: int, collective_timeout: float) -> None:

@@ -106,9 +106,9 @@ def find_owned_runs(engine: Any) -> Iterator[OwnedRun]:
     elif stage == 3:
         for p in (p for group in zero.fp16_groups for p in group):
             index, offset, _ = zero.grad_position[zero.get_param_id(p)]
-            mine = own_share(p.ds_numel)
+            share = own_share(p.ds_numel)
             owner = zero.fp32_partitioned_groups_flat[index]
-            yield OwnedRun(p, mine.start, mine.stop - mine.start, owner, offset)
+            yield OwnedRun(p, share.start, share.stop - share.start, owner, offset)
     else:
         for flat, group in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True):
             for p in group:

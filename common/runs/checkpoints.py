@@ -91,13 +91,13 @@ def find_checkpoints(path: Path) -> tuple[list[Checkpoint], list[str]]:
     """
     parent = path if path.name == FOLDER else path / FOLDER
     folders = [path] if (path / META).exists() else [p for p in parent.glob("*") if checkpoint_order(p.name)]
-    found, doubts = [], []
+    checkpoints, doubts = [], []
     for folder in sorted(folders, key=lambda p: checkpoint_order(p.name) or (), reverse=True):
         try:
-            found.append(read_checkpoint(folder))
+            checkpoints.append(read_checkpoint(folder))
         except ValueError as error:
             doubts.append(f"checkpoint {folder}: {error}")
-    return found, doubts
+    return checkpoints, doubts
 
 
 def save_checkpoint(
@@ -125,7 +125,7 @@ def save_checkpoint(
 
     def commit() -> None:
         if is_main:
-            files = {name: facts for _, of_rank in written for name, facts in of_rank.items()}
+            files = {name: facts for _, rank_files in written for name, facts in rank_files.items()}
             meta = {"args": flags, "format": FORMAT, "numbers": written[0][0], "files": files}
             text = json.dumps(meta)
             outer = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": text}
@@ -155,15 +155,15 @@ def _write_parts(folder: Path, parts: Mapping[str, Stateful]) -> dict[str, dict[
     """Write this rank's files; return the SHA-256 of each."""
     if not folder.is_dir():
         raise OSError(f"{folder} is not seen here: --output_dir must be on a disk that all machines share")
-    told = {}
+    facts = {}
     for part, thing in parts.items():
         slices = list(thing.tensor_slices())
         if slices:
             path = folder / f"{part}-rank-{distributed.rank():05d}.safetensors"
             write_slices(path, slices)
             sync(path)
-            told[path.name] = {"sha256": _digest(path)}
-    return told
+            facts[path.name] = {"sha256": _digest(path)}
+    return facts
 
 
 def _digest(path: Path) -> str:
@@ -179,10 +179,10 @@ def newest_whole(candidates: Sequence[Checkpoint], doubts: list[str]) -> Checkpo
     for candidate in candidates:
         # Each rank reads its share of the files: all of them are read once.
         share = slice(distributed.rank(), None, distributed.world_size())
-        found = [d for d in distributed.gather_objects(candidate.damaged_file(share)) if d]
-        if not found:
+        damages = [d for d in distributed.gather_objects(candidate.damaged_file(share)) if d]
+        if not damages:
             return candidate
-        doubts.append(f"checkpoint {candidate.folder}: {found[0]}")
+        doubts.append(f"checkpoint {candidate.folder}: {damages[0]}")
         if distributed.is_main():
             print(f"{doubts[-1]}; it is passed over", flush=True)
     return None

@@ -55,17 +55,17 @@ def find_run(args: Any, problems: Problems) -> EarlierRun:
             text = f"the run in {folder} has finished: {finished.get('steps')} steps; its models are in"
             return EarlierRun(finished=f"{text} {folder}/export. --resume overwrite starts it anew")
         notes.append(f"{damage}: it is written again")
-    found, doubts = find_checkpoints(folder)
+    checkpoints, doubts = find_checkpoints(folder)
     notes += [f"{doubt}; it is passed over" for doubt in doubts]
-    if found:
-        notes += compare_flags(args, found[0].meta["args"], str(found[0].folder), problems)
+    if checkpoints:
+        notes += compare_flags(args, checkpoints[0].meta["args"], str(checkpoints[0].folder), problems)
     elif doubts or finished:
         why = "; ".join([*doubts, *notes]) or "it has finished without one"
         problems.add(f"{why}. No checkpoint of {folder} can be used: --resume overwrite starts anew")
     else:
         notes += compare_flags(args, flags, str(folder), problems)
         notes.append(f"the run in {folder} had saved no checkpoint yet: it begins anew")
-    return EarlierRun(found, notes=notes)
+    return EarlierRun(checkpoints, notes=notes)
 
 
 def settle_dtype(args: Any) -> list[str]:
@@ -99,16 +99,16 @@ def resumed_dtype(args: Any) -> str:
 
 def _named_run(args: Any, folder: Path | None, problems: Problems) -> EarlierRun:
     """Return the checkpoint that --resume PATH names: itself, or those of a run's folder."""
-    found, doubts = find_checkpoints(Path(args.resume))
-    if not found:
+    checkpoints, doubts = find_checkpoints(Path(args.resume))
+    if not checkpoints:
         why = "; ".join(doubts) or "there is no checkpoint"
         problems.add(f"--resume {args.resume}: {why}; give a folder such as OUTPUT_DIR/{FOLDER}/step-000200")
         return EarlierRun()
-    is_elsewhere = folder is None or folder.resolve() != found[0].folder.resolve().parent.parent
+    is_elsewhere = folder is None or folder.resolve() != checkpoints[0].folder.resolve().parent.parent
     if folder and is_elsewhere:
         _refuse_other_files(folder, problems)
-    notes = compare_flags(args, found[0].meta["args"], str(found[0].folder), problems)
-    return EarlierRun(found, is_elsewhere, notes)
+    notes = compare_flags(args, checkpoints[0].meta["args"], str(checkpoints[0].folder), problems)
+    return EarlierRun(checkpoints, is_elsewhere, notes)
 
 
 def _refuse_other_files(folder: Path, problems: Problems, cure: str = "") -> None:

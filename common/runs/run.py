@@ -246,8 +246,8 @@ class Run(Stateful):
         self.logger.log_event(step, {"perf/bad_steps": count})
         if count > self.args.max_bad_steps:
             self._save(checkpoint_name(step, position))
-            told = f"skipped {count} steps, --max_bad_steps allows {self.args.max_bad_steps}"
-            raise TooManyBadSteps(f"{error}\n{told}") from error
+            limit = f"skipped {count} steps, --max_bad_steps allows {self.args.max_bad_steps}"
+            raise TooManyBadSteps(f"{error}\n{limit}") from error
 
     def finish(self) -> None:
         """Note that nothing is left to do, and which exports are there: all of them are written."""
@@ -344,11 +344,11 @@ class StopRequest:
 
 def _versions() -> dict[str, str]:
     """Return {package: version} of Python and of those that move a run's numbers."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
 def _count_parameters(module: torch.nn.Module) -> dict[str, int]:

@@ -46,8 +46,8 @@ def held_message(folder: Path) -> str:
             _lock(file)
     except OSError as error:
         if error.errno in _TAKEN:
-            told = read_lock(folder)
-            holder = f"process {told.get('process')} on {told.get('host')}, since {told.get('since')}"
+            lock = read_lock(folder)
+            holder = f"process {lock.get('process')} on {lock.get('host')}, since {lock.get('since')}"
             text = f"--output_dir {folder} belongs to a run that has not ended ({holder})"
             return f"{text}; wait for it, stop it, or give another folder"
     return ""
@@ -74,9 +74,9 @@ def take_lock(output_dir: str) -> None:
             raise ValueError(held_message(folder)) from error
         print(f"note: {folder} is on a disk without locks: start no second run in it", file=sys.stderr)
     since = datetime.now(UTC).isoformat(timespec="seconds")
-    told = {"host": socket.gethostname(), "process": os.getpid(), "since": since, "exit_code": None}
-    _held = file, told, before
-    _write(file, told)
+    lock = {"host": socket.gethostname(), "process": os.getpid(), "since": since, "exit_code": None}
+    _held = file, lock, before
+    _write(file, lock)
 
 
 def release_lock(exit_code: int | None) -> None:
@@ -87,13 +87,13 @@ def release_lock(exit_code: int | None) -> None:
     global _held
     if not _held:
         return
-    file, told, before = _held
+    file, lock, before = _held
     if exit_code == _REFUSED and not before:
         Path(file.name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # something else is in it
             Path(file.name).parent.rmdir()
     elif exit_code is not None:
-        _write(file, before if exit_code == _REFUSED else told | {"exit_code": exit_code})
+        _write(file, before if exit_code == _REFUSED else lock | {"exit_code": exit_code})
     file.close()
     _held = None
 
@@ -103,8 +103,8 @@ def _lock(file: IO[str]) -> None:
     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _write(file: IO[str], told: dict[str, Any]) -> None:
+def _write(file: IO[str], lock: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
         file.truncate(0)
-        file.write(json.dumps(told))
+        file.write(json.dumps(lock))
         file.flush()

@@ -165,8 +165,8 @@ class RunLogger(Stateful):
             try:
                 draw_run(self.folder)
             except Exception as error:  # whatever it is: models and metrics are there
-                told = f"note: {REPORT} was not written ({type(error).__name__}: {error})"
-                self.note(f"{told}; python -m tools.report {self.folder} writes the report")
+                failure = f"note: {REPORT} was not written ({type(error).__name__}: {error})"
+                self.note(f"{failure}; python -m tools.report {self.folder} writes the report")
 
     def _write(self, name: str, step: int, fields: Mapping[str, Any]) -> None:
         if self.folder:

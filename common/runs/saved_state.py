@@ -126,8 +126,8 @@ class Segment(NamedTuple):
     def of_share(cls, name: str, parameter: nn.Parameter, owner: torch.Tensor, offset: int = 0) -> "Segment":
         """Segment of a parameter that `local_shard` returns, without the padding of ZeRO 3."""
         size = parameter.ds_numel if is_sharded(parameter) else parameter.numel()
-        mine = own_share(size)
-        return cls(name, size, mine.start, mine.stop - mine.start, owner, offset)
+        share = own_share(size)
+        return cls(name, size, share.start, share.stop - share.start, owner, offset)
 
     def _run_of(self, tensor: torch.Tensor) -> torch.Tensor:
         run = tensor.detach().view(-1)[self.offset : self.offset + self.numel]
@@ -138,8 +138,8 @@ class Segment(NamedTuple):
         """Give what this rank is to save of a tensor that has the owner's shape: one slice, or nothing."""
         flat, start = self._run_of(tensor), self.start
         if self.is_on_all_ranks:
-            mine = own_share(self.numel)
-            flat, start = flat[mine], start + mine.start
+            share = own_share(self.numel)
+            flat, start = flat[share], start + share.start
         if len(flat):
             yield TensorSlice(key, start, flat)
 

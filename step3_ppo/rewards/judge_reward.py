@@ -51,8 +51,8 @@ class JudgeTemplate:
 
     def read_score(self, reply: str) -> float:
         """Return the score of a reply, clipped to the range. Raises RewardError where there is none."""
-        found = self.pattern.findall(reply)
-        number = read_number(found[-1]) if found else None
+        numbers = self.pattern.findall(reply)
+        number = read_number(numbers[-1]) if numbers else None
         if number is None:
             raise RewardError(
                 f"no score by {self.pattern.pattern!r} in the reply {quoted(reply)}; ask for it in the "
@@ -66,12 +66,12 @@ def read_verdict(reply: str) -> int:
 
     It is the last [[A]], [[B]] or [[C]] of the reply. Raises RewardError where there is none.
     """
-    found = re.findall(r"\[\[([ABC])\]\]", reply)
-    if not found:
+    verdicts = re.findall(r"\[\[([ABC])\]\]", reply)
+    if not verdicts:
         raise RewardError(
             f"no [[A]], [[B]] or [[C]] in the reply {quoted(reply)}; ask for it in the template"
         )
-    return _VERDICTS[found[-1]]
+    return _VERDICTS[verdicts[-1]]
 
 
 def fill(template: str, **texts: str) -> str:
@@ -180,21 +180,22 @@ class JudgeReward(TextReward):
         """See `TextReward.ask`; the batch is one answer."""
         return checked_scores([self._judge(self._question_about(batch), self.template.read_score)], batch)
 
-    def prefer(self, prompts: Sequence[str], mine: Sequence[str], others: Sequence[str]) -> list[float]:
-        """Return for each prompt 1 where the judge prefers `mine` in both orders, 0 where it prefers the
-        other in both, else 0.5; NaN for a failure that is borne.
+    def prefer(self, prompts: Sequence[str], responses: Sequence[str], others: Sequence[str]) -> list[float]:
+        """Preference for each response: 1 if the judge prefers it in both orders, 0 if the other, else 0.5.
+
+        NaN for a failure that --reward_on_error tolerates.
 
         Equal answers tie unasked. Raises RewardError.
         """
-        return list(self._side_by_side(self._prefer, prompts, mine, others))
+        return list(self._side_by_side(self._prefer, prompts, responses, others))
 
-    def _prefer(self, prompt: str, mine: str, other: str) -> float:
-        if mine == other:
+    def _prefer(self, prompt: str, response: str, other: str) -> float:
+        if response == other:
             return 0.5
         try:
             first, second = (
                 self._judge(fill(self.template.pair, prompt=prompt, first=a, second=b), read_verdict)
-                for a, b in ((mine, other), (other, mine))
+                for a, b in ((response, other), (other, response))
             )
         except RewardError as error:
             self.fail(f"reward {self.name}, for two answers to {quoted(prompt)}: {error}")

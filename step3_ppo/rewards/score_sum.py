@@ -55,13 +55,13 @@ class ScoreSum:
         are borne, "score/NAME" is NaN for such a response, and counts as the default, or 0, in the sum: see
         `counts`.
         """
-        found: Scores = {}
+        scores: Scores = {}
 
         def ask_texts(*, on_device: bool) -> None:
             for name, reward in self.texts.items():
                 if reward.is_on_device == on_device:
                     reward.first_failure = ""
-                    found[name] = torch.tensor(reward.score(answers), dtype=torch.float32).split(sizes)
+                    scores[name] = torch.tensor(reward.score(answers), dtype=torch.float32).split(sizes)
 
         def finish() -> None:
             try:
@@ -75,14 +75,14 @@ class ScoreSum:
 
         def get_scores(models: dict[str, Any]) -> Scores:
             for name, model in models.items():
-                found[name] = model.score(batches)
+                scores[name] = model.score(batches)
             if self.environments:
-                found[KIND] = [batch.numbers(PREFIX + KIND) for batch in batches]
+                scores[KIND] = [batch.numbers(PREFIX + KIND) for batch in batches]
             if self.texts or self.environments:
                 with watchdog.phase("the rewards", clock="reward"):
                     distributed.run_together(finish, StepRefused)
             self._gather_costs()
-            return self._add_up(found, len(batches))
+            return self._add_up(scores, len(batches))
 
         if self.texts:
             with watchdog.phase("the texts of the responses", clock="reward"):
@@ -98,28 +98,28 @@ class ScoreSum:
         responses = [self.decode(ids) for batch in batches for ids in batch.sequences("response_ids")]
         return Answers([texts[n][0] for n in numbers], responses, [texts[n][1] for n in numbers])
 
-    def _add_up(self, found: Scores, num_batches: int) -> Scores:
+    def _add_up(self, scores: Scores, num_batches: int) -> Scores:
         if not self.specs:
             return {}
         if self.bears_failures:
-            found = {n: [torch.where(x.isfinite(), x, torch.nan) for x in of] for n, of in found.items()}
-            failed = [name for name, of_batches in found.items() if torch.cat(of_batches).isnan().any()]
+            scores = {n: [torch.where(x.isfinite(), x, torch.nan) for x in of] for n, of in scores.items()}
+            failed = [name for name, of_batches in scores.items() if torch.cat(of_batches).isnan().any()]
             sources = [*self.texts.values(), *([self.environments] if self.environments else [])]
             own = [source.first_failure for source in sources]
             own += [f"reward {name} gave NaN or infinity" for name in failed]
-            everyone = distributed.gather_objects(next(filter(None, own), ""))
-            self.first_failure = next(filter(None, everyone), "")
+            failures = distributed.gather_objects(next(filter(None, own), ""))
+            self.first_failure = next(filter(None, failures), "")
         total = []
         for index in range(num_batches):
-            numbers = [(spec.weight, found[spec.name][index].double().cpu()) for spec in self.specs]
+            numbers = [(spec.weight, scores[spec.name][index].double().cpu()) for spec in self.specs]
             if self.bears_failures:
                 default = 0.0 if math.isnan(self.on_error) else self.on_error
                 numbers = [(weight, torch.where(x.isnan(), default, x)) for weight, x in numbers]
             total.append(sum((weight * x for weight, x in numbers), self.bias).float())
-        return {"scores": total} | {PREFIX + spec.name: found[spec.name] for spec in self.specs}
+        return {"scores": total} | {PREFIX + spec.name: scores[spec.name] for spec in self.specs}
 
     def compare(
-        self, prompts: Sequence[str], mine: Sequence[str], others: Sequence[str]
+        self, prompts: Sequence[str], responses: Sequence[str], others: Sequence[str]
     ) -> dict[str, list[float]]:
         """Return by judge what `JudgeReward.prefer` says of this rank's answers.
 
@@ -128,14 +128,14 @@ class ScoreSum:
 
         def compare() -> dict[str, list[float]]:
             try:
-                return {name: judge.prefer(prompts, mine, others) for name, judge in self.judges.items()}
+                return {name: judge.prefer(prompts, responses, others) for name, judge in self.judges.items()}
             except RewardError as error:
                 raise StepRefused(str(error)) from error
 
         with watchdog.phase("the judged pairs", clock="reward"):
-            found = distributed.run_together(compare, StepRefused)[distributed.rank()]
+            preferences = distributed.run_together(compare, StepRefused)[distributed.rank()]
         self._gather_costs()
-        return found
+        return preferences
 
     def _gather_costs(self) -> None:
         """Add up what the judges of all ranks have cost since the last time. Every rank must call this."""
@@ -144,8 +144,8 @@ class ScoreSum:
         own = {f"{name}_{what}": judge.costs[what] for name, judge in self.judges.items() for what in COSTS}
         for judge in self.judges.values():
             judge.costs.clear()
-        for of_rank in distributed.gather_objects(own):
-            for name, number in of_rank.items():
+        for rank_costs in distributed.gather_objects(own):
+            for name, number in rank_costs.items():
                 self.costs[name] = self.costs.get(name, 0.0) + number
 
     def take_costs(self, group: str) -> dict[str, float]:
@@ -157,11 +157,11 @@ class ScoreSum:
 
     def has_scores(self, batch: PackedBatch) -> torch.Tensor:
         """Return (B,) bool: every reward that has a weight gave this response a score."""
-        found = torch.ones(len(batch), dtype=torch.bool)
+        is_scored = torch.ones(len(batch), dtype=torch.bool)
         for spec in self.specs:
             if spec.weight and PREFIX + spec.name in batch.data:
-                found &= ~batch.numbers(PREFIX + spec.name).isnan()
-        return found
+                is_scored &= ~batch.numbers(PREFIX + spec.name).isnan()
+        return is_scored
 
     def counts(self, batch: PackedBatch) -> torch.Tensor:
         """Return (B,) bool: False for responses without a score that no loss, mean or baseline may count."""

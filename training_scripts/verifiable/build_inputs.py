@@ -34,8 +34,8 @@ Row = dict[str, str]  # prompt, and chosen or answer
 
 def build_tokenizer(texts: Iterable[str], token: str) -> PreTrainedTokenizerFast:
     """Return a tokenizer of all matches of `token` in the texts; <eos> ends a turn, <pad> is another."""
-    found = dict.fromkeys(match for text in texts for match in re.findall(token, text))
-    words = {word: number for number, word in enumerate(["<pad>", "<eos>", *found])}
+    tokens = dict.fromkeys(match for text in texts for match in re.findall(token, text))
+    words = {word: number for number, word in enumerate(["<pad>", "<eos>", *tokens])}
     core = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(token), "isolated")
     core.decoder = decoders.Fuse()

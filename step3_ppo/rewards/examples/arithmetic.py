@@ -27,5 +27,5 @@ def right_answer(prompts: list[str], responses: list[str], rows: list[dict]) -> 
 
 def stated_number(text: str) -> Fraction | None:
     """Return a text's first number, behind its last "####", such as 1,234 or -3.5; None: there is none."""
-    found = _NUMBER.search(text.rpartition("####")[2])
-    return Fraction(found[0].replace(",", "")) if found else None
+    match = _NUMBER.search(text.rpartition("####")[2])
+    return Fraction(match[0].replace(",", "")) if match else None
