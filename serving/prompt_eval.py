@@ -17,8 +17,8 @@ if not __package__:  # run as a script: import from the repository root, not fro
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from common.data.example import Message
-from common.data.registry import import_plugins
 from common.flags.args import REQUIRED, Problems, flag, parse_args
+from common.flags.plugins import import_plugins
 from common.programs import startup
 from serving.answering import AnsweringArguments, Sampling, load_answerer, load_template, read_prompts
 

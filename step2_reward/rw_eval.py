@@ -20,9 +20,9 @@ import torch
 from common.data.data_options import DataOptions, check_sources
 from common.data.global_batches import evaluation_batches
 from common.data.packed_batch import collate_pairs
-from common.data.registry import import_plugins
 from common.data.stage_datasets import build_data
 from common.flags.args import Problems, parse_args
+from common.flags.plugins import import_plugins
 from common.models.value_model import has_saved_head
 from common.programs import conversation_form, startup
 from common.programs.reward_scorer import load_frozen_value_model

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from common.data.packed_batch import PackedBatch
-from common.data.registry import FunctionsByName
+from common.flags.plugins import FunctionsByName
 from common.models.tensor_ops import masked_sum, whiten
 from common.ranks import distributed
 from step3_ppo.arguments import PPOArguments

@@ -31,7 +31,7 @@ import torch
 from common.data.dialogue import Template
 from common.data.example import ROLES, BadRow, Message
 from common.data.packed_batch import ROW_IDS, PackedBatch, pack_rows
-from common.data.registry import get_from, import_own_module
+from common.flags.plugins import get_from, import_own_module
 from common.ranks.step_costs import COSTS
 from step3_ppo.rewards.text_rewards import describe_error, quoted, read_number
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from common.data.registry import FunctionsByName
+from common.flags.plugins import FunctionsByName
 from step3_ppo.ppo_math import policy_log_ratio
 
 ClipRange = tuple[float, float]

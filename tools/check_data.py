@@ -19,10 +19,10 @@ from rich.text import Text
 
 from common.data.data_options import DataOptions, check_sources
 from common.data.dialogue import Template
-from common.data.registry import import_plugins
 from common.data.stage_datasets import StageData, build_data
 from common.data.token_cache import TokenTable
 from common.flags.args import Problems, flag
+from common.flags.plugins import import_plugins
 from common.flags.streams import run_tool
 from common.programs import conversation_form, startup
 from tools.step_flags import STEP_NAMES, StageArguments, parse_step_args

@@ -26,10 +26,10 @@ from rich.text import Text
 from torch import multiprocessing, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from common.data.registry import import_plugins
 from common.data.tokenizer import adds_bos, num_token_ids
 from common.flags.args import REQUIRED, Problems, flag, parse_args
 from common.flags.groups import TokenizerArguments
+from common.flags.plugins import import_plugins
 from common.flags.streams import run_tool
 from common.generation.decode import SamplingOptions
 from common.generation.decode_probe import decode_rows, logits_behind

@@ -15,11 +15,11 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from common.data.registry import import_plugins
 from common.engine.ds_config import config_of, with_buckets
 from common.engine.muon import is_hidden_matrix
 from common.flags.args import Problems, flag
 from common.flags.optimizer import check_optimizer
+from common.flags.plugins import import_plugins
 from common.generation.generate import DEFAULT_SLOTS
 from common.generation.resharding import Route, TPLayout, group_by_layers, plan_weight
 from common.generation.tp_plans import Cut, NoPlan, build_cuts

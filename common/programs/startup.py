@@ -20,13 +20,13 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from common.data.data_options import DataOptions, check_sources
 from common.data.dialogue import Template
-from common.data.registry import import_plugins
 from common.data.stage_datasets import StageData, build_data, preview_rows
 from common.data.tokenizer import load_tokenizer
 from common.engine.ds_config import effective_zero_stage, load_overrides
 from common.flags.args import Problems, parse_args
 from common.flags.groups import RunArguments
 from common.flags.optimizer import check_optimizer
+from common.flags.plugins import import_plugins
 from common.flags.problems import has_hub_form, no_effect_notes
 from common.flags.streams import settle_streams
 from common.models.fingerprint import changed_models, fingerprint

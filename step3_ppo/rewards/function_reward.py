@@ -25,6 +25,7 @@ from concurrent.futures import wait
 from multiprocessing.connection import Connection
 from typing import Any
 
+from common.flags.plugins import get_from, import_own_module
 from step3_ppo.rewards.text_rewards import (
     Answers,
     Checked,
@@ -130,8 +131,6 @@ def import_function(target: str) -> Callable[..., Any]:
 
     Raises ValueError: it cannot be imported, is no function, or cannot take (prompts, responses, rows).
     """
-    from common.data.registry import get_from, import_own_module  # with torch: not in a process of `serve`
-
     flag = f"--reward function:{target}"
     module_name, _, name = target.partition(":")
     try:

@@ -11,13 +11,9 @@ from common.data.adapters import base
 from common.data.adapters.row_forms import read_row
 from common.data.adapters.row_parts import parse_dialogue
 from common.data.example import BadRow, EmptyRow, Message
-from common.data.registry import (
-    ADAPTERS,
-    import_own_module,
-    import_plugins,
-    load_source,
-)
+from common.data.registry import ADAPTERS, load_source
 from common.flags.args import Problems
+from common.flags.plugins import import_own_module, import_plugins
 
 ROW = {"prompt": "\n\nHuman: hi\n\nAssistant:", "chosen": " hello", "rejected": " no"}
 HI = (Message("user", "hi"),)
@@ -326,4 +322,4 @@ def test_a_module_that_cannot_be_imported_is_one_problem(here, name, text, reaso
     assert problem.startswith(f"--plugins {name}: ") and reason in problem and "\n" not in problem
     if text is not None:
         line = text.rstrip("\n").count("\n") + 1
-        assert problem.endswith(f"mine.py:{line}); mend it")
+        assert problem.endswith(f"mine.py:{line}); fix it")

@@ -2,7 +2,6 @@
 
 import hashlib
 import inspect
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from common.data.adapters import message_trees, row_forms
 from common.data.adapters.row_parts import messages_from_prompt, parse_reply
 from common.data.example import BadRow, EmptyRow, Example
 from common.data.raw_rows import RawRows, readable
+from common.flags.plugins import origin_of
 from common.ranks.failures import kind_and_line
 
 DEFAULT_SCORE_COLUMN = "helpfulness"  # HelpSteer2's
@@ -28,13 +28,6 @@ def digest_code(kind: type) -> str:
     for file in files:
         total.update(Path(file).read_bytes() if Path(file).is_file() else file.encode())
     return total.hexdigest()
-
-
-def origin_of(thing: Any) -> tuple[str, str]:
-    """The name of a class or function, and its file: the same when a module is imported again."""
-    thing = inspect.unwrap(thing)
-    module = sys.modules.get(thing.__module__)
-    return thing.__qualname__, getattr(module, "__file__", None) or thing.__module__
 
 
 class Adapter:
@@ -196,7 +189,7 @@ def make_own(kind: type, source: str, args: list[Any], named: dict[str, Any]) ->
     except Exception as error:  # TypeError for other arguments, or the class's own
         raise ValueError(
             f"--data_path {source}: the constructor of {kind.__name__} raised {kind_and_line(error)}; give "
-            "it other arguments, MODULE:CLASS:ARGUMENT=VALUE,ARGUMENT=VALUE, or mend it"
+            "it other arguments, MODULE:CLASS:ARGUMENT=VALUE,ARGUMENT=VALUE, or fix it"
         ) from error
 
 
@@ -219,7 +212,7 @@ class MapStyle(AnyForm):
             return RawRows(range(len(self._rows)), self.source, read=self._read), None
         except Exception as error:  # the class's own
             raise ValueError(
-                f"--data_path {self.source}: its length raised {kind_and_line(error)}; mend it"
+                f"--data_path {self.source}: its length raised {kind_and_line(error)}; fix it"
             ) from error
 
     def _read(self, index: int) -> Any:

@@ -1,0 +1,132 @@
+"""Python modules of the user: importing them, and functions that they register under a name.
+
+Does not import torch.
+"""
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+from typing import Any, TypeVar
+
+from common.flags.problems import Problems
+
+T = TypeVar("T")
+
+
+def import_plugins(names: Sequence[str], problems: Problems) -> None:
+    """Import what --plugins names, in order; each that cannot be is a problem with its cure.
+
+    Every rank must call this, before the flags that name what the modules register are checked.
+    """
+    for name in names:
+        try:
+            import_own_module(name)
+        except ImportError as error:
+            problems.add(f"--plugins {name}: {error}")
+
+
+def import_own_module(name: str) -> ModuleType:
+    """A module of the user's; the working folder is searched after everything else on the import path.
+
+    Raises ImportError: it cannot be imported, whatever it raised itself; with reason, place and cure.
+    """
+    if name.endswith(".py") or "/" in name:
+        module = name.removesuffix(".py").strip("./").replace("/", ".")
+        raise ImportError(f"a module is named without path and .py; use {module}")
+    here = os.getcwd()
+    if here not in sys.path:  # at the end: a file called json.py there must not hide a library
+        sys.path.append(here)
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # the user's program may raise anything
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            raise ImportError(
+                f"there is no module {error.name}; start from the folder that holds it (this is {here}) or "
+                "add that folder to PYTHONPATH"
+            ) from error
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
+        place = ""
+        if isinstance(error, SyntaxError):
+            place = f" ({error.filename}:{error.lineno})"
+        elif len(frames) > 1:  # frame 0 is ours
+            place = f" ({frames[-1].filename}:{frames[-1].lineno})"
+        kind = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+        raise ImportError(f"importing it raised {kind}{place}; fix it") from error
+
+
+def get_from(module: ModuleType, name: str) -> object:
+    """The object called `name` in a module. Raises ImportError: there is none; names the nearest."""
+    if hasattr(module, name):
+        return getattr(module, name)
+    raise ImportError(f"module {module.__name__} has no {name}{did_you_mean(name, vars(module))}")
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The nearest of some names, for the end of a message; empty: none is near."""
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+class FunctionsByName(dict[str, T]):
+    """Functions that a flag names, with their traits: registered, or imported as MODULE:FUNCTION.
+
+    A value is of the class `kind`, whose first two fields are the name and the function.
+    """
+
+    def __init__(self, flag: str, kind: Callable[..., T]) -> None:
+        super().__init__()
+        self.flag, self.kind = flag, kind
+
+    def register(self, name: str, **traits: object) -> Callable[[T], T]:
+        """Return a decorator that registers a function; `traits` are the other fields of its entry.
+
+        Raises ValueError when another function has the name already.
+        """
+
+        def register(function: Any) -> Any:
+            known = self.get(name)  # itself, where its module is imported again
+            if known and origin_of(self.function_of(known)) != origin_of(function):
+                raise ValueError(f"--{self.flag} {name!r} is registered twice")
+            self[name] = self.kind(name, function, **traits)
+            return function
+
+        return register
+
+    def function_of(self, entry: T) -> Callable[..., Any]:
+        """Return the function of an entry."""
+        return list(vars(entry).values())[1]
+
+    def find(self, name: str) -> T:
+        """Return the entry of a registered name, or of MODULE:FUNCTION, which is imported.
+
+        A function that its module registers comes with its traits; a plain one has the defaults of the class.
+
+        Raises ValueError for anything else: the message names the nearest, or why the import failed.
+        """
+        if name in self:
+            return self[name]
+        module_name, colon, function_name = name.partition(":")
+        if not colon:
+            known = f"(known: {', '.join(sorted(self))}; or MODULE:FUNCTION)"
+            raise ValueError(f"--{self.flag} {name} is unknown{did_you_mean(name, self)} {known}")
+        try:
+            function = get_from(import_own_module(module_name), function_name)
+        except ImportError as error:
+            raise ValueError(f"--{self.flag} {name}: {error}") from error
+        if not callable(function):
+            raise ValueError(f"--{self.flag} {name}: {function_name} is no function; name one")
+        registered = (entry for entry in self.values() if self.function_of(entry) is function)
+        return next(registered, None) or self.kind(name, function)
+
+
+def origin_of(thing: Any) -> tuple[str, str]:
+    """The name of a class or function, and its file: the same when a module is imported again."""
+    thing = inspect.unwrap(thing)
+    module = sys.modules.get(thing.__module__)
+    return thing.__qualname__, getattr(module, "__file__", None) or thing.__module__
