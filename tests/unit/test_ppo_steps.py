@@ -112,3 +112,22 @@ def test_a_gap_above_the_bound_makes_no_step(linear_losses):
     losses.gap = 0.5e-3
     losses.update(batches, max_gap=1e-3)
     assert engine.module.weight.tolist() != START and engine.global_steps == 2
+    losses.gap = 2**-10
+    losses.update(batches, max_gap=2**-10)
+    assert engine.global_steps == 3, "a gap of the bound is not above it"
+
+
+def test_the_loss_of_the_critic_is_that_of_the_flags():
+    """By hand; the statistics, and the router loss of a mixture, are of the tokens that count."""
+    values = torch.tensor([1.0, 2.0, 9.0], requires_grad=True)
+    columns = {"old_values": [1.1, 1.0, 0.0], "returns": [3.0, 3.0, 0.0], "response_ids": [0.0] * 3}
+    data = {key: [torch.tensor(column)] for key, column in columns.items()}
+    data["loss_mask"] = [torch.tensor([True, True, False])]
+    mixture = SimpleNamespace(router_loss=torch.tensor(4.0), router_coefficient=0.5)
+    critic = SimpleNamespace(model=mixture, compute_values=lambda batch: (values, None))
+    args = fill_defaults(PPOArguments(value_loss="huber", value_clip_range=0.5), ALGORITHMS["ppo"])
+    losses = PPOLosses(args, SimpleNamespace(critic=critic), None)
+    loss, stats = losses._value_sums(PackedBatch.build([0], data))
+    # |1 - 3| - 1/2; of 2, clipped to 1.5, |1.5 - 3| - 1/2; the router's for each of two tokens
+    assert loss.item() == pytest.approx(1.5 + 1.0 + 2 * 0.5 * 4.0) and float(stats["value/router_loss"]) == 8
+    assert [float(x) for x in stats["value/clip_fraction"]] == [1, 2]

@@ -8,6 +8,7 @@ import torch
 from right_or_wrong import close
 from rollout_batches import make_rollout_batch
 
+from common.flags.value_forms import KLLimit
 from common.ranks.failures import StepRefused
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
@@ -16,7 +17,7 @@ from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.score_sum import ScoreSum
 from step3_ppo.roles import has_text_steps
 from step3_ppo.rollout_batch import TokenCap
-from step3_ppo.trainer_state import OpenStep, ValueNormaliser
+from step3_ppo.trainer_state import NUM_TOKENS, OpenStep, ValueNormaliser
 
 ENGINE = SimpleNamespace(received_bytes=0)
 
@@ -84,6 +85,44 @@ def test_a_step_on_text_follows_each_step_that_was_made():
     assert [has_text_steps(PPOArguments(**text | {name: value})) for name, value in (
         ("unsup_step", "own"), ("unsup_step", "joint"), ("unsupervised_dataset_name", "")
     )] == [True, False, False]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_made", "loss", "approx_kl"),
+    [
+        ({}, 5, (1 + 2 + 6 + 7 + 9) / 5, (0.125 * 1 + 0.25 * 6) / 16),
+        ({"early_stop_kl": KLLimit("0.125")}, 4, (1 + 2 + 6 + 7) / 4, (0.125 * 1 + 0.25 * 6) / 14),
+        ({"early_stop_imp_ratio": 1.5}, 3, (1 + 2 + 6) / 3, 0.125 * 1 / 8),
+        ({"early_stop_imp_ratio": 1.5, "early_stop_kl": KLLimit("0.125")}, 3, 3.0, 0.125 * 1 / 8),
+    ],
+)
+def test_a_step_ends_behind_the_first_update_beyond_a_limit(flags, num_made, loss, approx_kl, monkeypatch):
+    """A limit that is met is not exceeded. A step on text follows the last update too, and begins none anew.
+
+    Means are of the updates that were made, those over tokens by their number.
+    """
+    # KL, ratio, loss, tokens; the third minibatch is left out.
+    updates = [(0.125, 1.0, 1, 1), (0.0, 1.5, 2, 3), (), (0.0, 1.75, 6, 4), (0.25, 1.0, 7, 6), (0, 1, 9, 2)]
+    names = ["policy/approx_kl", "policy/ratio", "policy/loss", NUM_TOKENS]
+    trainer, run, asked, _ = open_trainer(unsupervised_dataset_name="x", unsup_step="own", **flags)
+    del trainer.minibatches, trainer.finish_step
+    trainer.rollout.cap, trainer.logger = None, SimpleNamespace(log=lambda *_: None)
+    trainer._write_responses = lambda *_: None
+    trainer.open_step = OpenStep(1, make_rollout_batch([0], [2], [3]), {"objective/kl": 0.0})
+    monkeypatch.setattr("step3_ppo.ppo_trainer.cut_minibatches", lambda *_, first: iter(updates[first:]))
+
+    def update(what, max_gap):
+        asked.append("update")
+        return dict(zip(names, what, strict=True)) | {"policy/logprob_gap": what[3]} if what else {}
+
+    text = {"policy/unsup_loss": 1.0}
+    trainer.losses = SimpleNamespace(update=update, update_by_text=lambda: asked.append("text") or text)
+    monkeypatch.setattr("step3_ppo.ppo_trainer.run_hooks", lambda point, trainer, what: what)
+    numbers = trainer.train_step(1, run)
+    assert asked == [*["update", "text"] * 2, "update", *["update", "text"] * (num_made - 2)]
+    assert run.num_updates == num_made and numbers.get("policy/num_updates", num_made) == num_made
+    assert numbers["policy/loss"] == pytest.approx(loss) and numbers["policy/logprob_gap"] == 1
+    assert numbers["policy/approx_kl"] == pytest.approx(approx_kl)
 
 
 class KnowingCritic:
