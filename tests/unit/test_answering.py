@@ -64,6 +64,9 @@ def test_a_question_asked_again_gets_other_answers_and_a_seed_the_same(tiny_mode
     assert len({text for answers in expected for text in answers}) == 6
     assert expected[0] != seeded.answer(QUESTIONS[0]), "asked again: other random numbers"
     assert expected[0] != free.answer(QUESTIONS[0]), "no seed: other random numbers in every process"
+    again = load(tiny_model_folder("llama"), num_answers=2, seed=5)
+    texts = [text for _ in range(3) for text in again.answer(QUESTIONS[0])]
+    assert len(set(texts)) == 6 and not set(texts) & set(expected[0]), "each its own, and of this seed"
 
 
 def test_memory_is_kept_from_turn_to_turn(tiny_model_folder):

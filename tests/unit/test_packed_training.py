@@ -21,7 +21,12 @@ from common.programs.startup import Start
 from common.ranks import distributed
 from step1_sft.arguments import SFTArguments
 from step1_sft.sft_trainer import SFTTrainer
-from step2_reward.answer_scores import compute_answer_logprobs, compute_pair_scores
+from step2_reward.answer_scores import (
+    build_pair_inputs,
+    compute_answer_logprobs,
+    compute_pair_scores,
+    shared_length,
+)
 from step2_reward.arguments import RewardArguments
 from step2_reward.pair_trainer import (
     DPOTrainer,
@@ -201,6 +206,20 @@ def test_a_budget_cuts_the_same_global_batches(world_size):
     for micro_batch in (m for step in found for m in step):
         of_rows = [lengths[int(row)][0] for row in micro_batch]
         assert len(of_rows) * max(of_rows) <= 30
+
+
+@pytest.mark.parametrize(("is_packed", "sizes"), [(False, [24, 26, 40, 40]), (True, [40, 40])])
+def test_a_pass_of_pairs_computes_no_more_tokens_than_its_cap(is_packed, sizes):
+    """Counted in what the model is given: padded twice 13, 10, 20, 9 and 12; packed 15, 12, 23, 13 and 17."""
+    rows = pairs()
+    batches = GlobalBatches(
+        rows, collate_pairs, rows_per_micro_batch=5, max_tokens=43,
+        row_lengths=[(len(row["chosen_ids"]), len(row["rejected_ids"])) for row in rows],
+        shared_lengths=[shared_length(row) for row in rows],
+    )  # fmt: skip
+    batches.is_packed = is_packed
+    made = [build_pair_inputs(part, is_packed=is_packed, shares_prompts=is_packed) for part in next(batches)]
+    assert sorted(inputs.input_ids.numel() for _, _, inputs in made) == sizes
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from right_or_wrong import close
-from rollout_batches import make_rollout_batch
+from rollout_batches import make_batch, make_rollout_batch
 
 from common.flags.value_forms import KLLimit
 from common.ranks.failures import StepRefused
@@ -178,6 +178,16 @@ def test_a_critic_that_is_right_leaves_no_advantage_while_statistics_move(kind, 
         assert torch.allclose(normaliser.denormalise(learned_from["returns"]), worth, rtol=1e-5)
 
 
+def test_returns_that_do_not_count_move_no_statistics():
+    trainer, *_ = open_trainer(value_norm="ma")
+    batch = make_batch([2, 1], returns=torch.tensor([[1.0, 3.0], [100.0, 0.0]]), old_values=torch.ones(2, 2))
+    batch = batch.with_key("loss_mask", torch.tensor([True, True, False]), like="response_ids")
+    found = trainer._normalise_values(batch).data
+    assert (trainer.value_normaliser.mean, trainer.value_normaliser.variance) == (2.0, 1.0)
+    assert found["returns"].tolist() == [-1.0, 1.0, 98.0]
+    assert found["old_values"].tolist() == [1.0] * 3, "in the units of the critic before its update"
+
+
 def test_hooks_run_before_and_after_each_phase(monkeypatch):
     """R37: in the order of the phases, each with what the phase begins or ends with, which it may change."""
     seen, learned, minibatches = [], [], [["first"], ["second"], ["left out"]]
@@ -240,6 +250,8 @@ def test_the_pass_for_prox_is_spared_where_versions_are_equal(sampled_at, recomp
     """A15, R39: step 5 begins with the policy of 4 steps; a ratio to one of 5 is refused."""
     batch = make_rollout_batch([2, 0, 1], [2, 1, 1], [3, 1, 6])
     batch = batch.with_key("versions", torch.full((10,), sampled_at), like="response_ids")
+    mask = torch.arange(10) != 8
+    batch = batch.with_key("loss_mask", mask, like="response_ids")
     algorithm, passes = ALGORITHMS["reinforce++"], []
 
     def score(parts):
@@ -267,9 +279,13 @@ def test_the_pass_for_prox_is_spared_where_versions_are_equal(sampled_at, recomp
     sampled = found.data["rollout_logprobs"]
     prox = found.data["old_logprobs"] if is_spared else sampled + 0.25
     close(found.data["prox_logprobs"], prox)
-    close(found.data["correction_weights"], (prox - sampled).exp().clamp(max=1.2))
-    assert numbers["correction/kl"] == pytest.approx(float((sampled - prox).mean()), abs=1e-6)
-    assert numbers["correction/weight_max"] == pytest.approx(float((prox - sampled).exp().max()))
+    close(found.data["correction_weights"], (prox - sampled).exp().clamp(max=1.2) * mask)
+    assert numbers["correction/kl"] == pytest.approx(float((sampled - prox)[mask].mean()), abs=1e-6)
+    assert numbers["correction/weight_max"] == pytest.approx(float((prox - sampled)[mask].exp().max()))
+    if sampled_at == 4:  # a single token that is older: the policy that sampled it is not there any more
+        batch.data["versions"][9], passes[:] = 3, []
+        trainer.add_advantages(5, batch)
+        assert passes
 
 
 def test_the_kl_controller_counts_the_samples_of_all_ranks(monkeypatch):
