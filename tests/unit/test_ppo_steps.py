@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from common.data.packed_batch import PackedBatch
+from common.data.packed_batch import PackedBatch, collate_texts
 from common.engine.ds_config import build_config, build_engine
 from common.flags.value_forms import KLLimit
+from common.models.loading import ModelOptions, load_causal_lm
+from common.models.policy_model import PolicyModel, compute_nll_sum
 from common.ranks.failures import StepRefused
 from step1_sft.arguments import SFTArguments
 from step3_ppo import ppo_losses
@@ -76,6 +78,18 @@ def test_a_step_on_text_is_its_own_behind_that_of_the_policy(linear_losses, monk
     joint, engine, batches = linear_losses(unsup_step="joint")
     assert joint.update(batches)["policy/unsup_loss"] == pytest.approx(1.75**2)  # 3 * 0.5 + 0.25
     assert not torch.allclose(engine.module.weight, weight, atol=1e-2), "one step of the sum"
+
+
+def test_text_is_learned_at_temperature_1_whatever_samples_have(tiny_model_folder):
+    model = load_causal_lm(ModelOptions(tiny_model_folder("llama"), dropout=0.0), 320)
+    batch = collate_texts([{"input_ids": [5, 9, 30, 7]}, {"input_ids": [8, 6]}])
+    sums = []
+    for temperature in (1.0, 0.5):
+        policy = PolicyModel(model, num_valid_tokens=320, temperature=temperature)
+        roles = SimpleNamespace(actor=SimpleNamespace(model=policy, is_packed=False))
+        losses = PPOLosses(fill_defaults(PPOArguments(), ALGORITHMS["ppo"]), roles, None)
+        sums.append(losses._pretraining_sums(batch)[0].item())
+    assert sums[0] == sums[1] != pytest.approx(compute_nll_sum(policy, batch).item(), abs=1e-3)
 
 
 def test_a_minibatch_without_tokens_makes_no_step(linear_losses):

@@ -111,11 +111,12 @@ def test_the_decoupled_loss_and_its_statistics_by_hand(flags, more):
     actor = SimpleNamespace(
         model=mixture, compute_logprobs=lambda *_, **__: (new, torch.tensor([1.0, 2.0, 3.0, 9.0]))
     )
-    args = fill_defaults(PPOArguments(rollout_correction="mis", **flags), ALGORITHMS["ppo"])
+    flags = flags | {"rollout_correction": "mis", "clip_range": "0.1,0.3"}
+    args = fill_defaults(PPOArguments(**flags), ALGORITHMS["ppo"])
     losses = PPOLosses(args, SimpleNamespace(actor=actor), KLController(0.5))  # as it has moved
     found, stats = losses._policy_sums(PackedBatch.build([0], {key: [x] for key, x in data.items()}))
-    # 2 * -1 * 1.2, at the bound; 1 * 1 * 1; a weight of 0; padding; the router's by the loss's divisor
-    assert float(found) == pytest.approx(-2.4 + 1.0 + 5 * 0.5 * 4.0 + more, abs=1e-5)
+    # 2 * -1 * 1.3, at the bound; 1 * 1 * 1; a weight of 0; padding; the router's by the loss's divisor
+    assert float(found) == pytest.approx(-2.6 + 1.0 + 5 * 0.5 * 4.0 + more, abs=1e-5)
     assert float(stats["policy/router_loss"]) == 5 * 4.0
     means = {"ratio": (1.5 + 1 + 0.5) / 3, "clip_fraction_high": 1 / 3, "clip_fraction_low": 0, "entropy": 2}
     for name, mean in means.items():

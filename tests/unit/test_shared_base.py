@@ -124,6 +124,24 @@ def train_some(roles: Roles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, 
 
 
 @pytest.mark.usefixtures("process_group")
+def test_each_of_several_reward_models_has_its_own_weights_and_closing(adapters, tiny_tokenizer, monkeypatch):
+    closings = {str(adapters / "reward"): [5], str(adapters / "critic"): [6, 7]}
+    monkeypatch.setattr("step3_ppo.roles.closing_of", lambda path, template: closings[path])
+    batch = make_rollout_batch([0, 1], [3, 2], [4, 2])
+
+    def score(*names):
+        args = flags_of({role: adapters / role for role in ROLES})
+        specs = parse_rewards([f"model:{adapters / name}" for name in names])
+        roles = build_roles(args, tiny_tokenizer, specs, 9, has_critic=False, template="a template")
+        return [reward.score([batch])[0] for reward in roles.rewards.values()]
+
+    found, alone = score("reward", "critic"), [*score("reward"), *score("critic")]
+    for mine, expected in zip(found, alone, strict=True):
+        torch.testing.assert_close(mine, expected, atol=1e-6, rtol=0)
+    assert (found[0] - found[1]).abs().min() > 1e-3
+
+
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_the_base_is_held_once_and_says_what_copies_say(family, adapters_of, tiny_tokenizer, tmp_path):
     adapters = adapters_of(family)
