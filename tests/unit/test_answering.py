@@ -133,6 +133,8 @@ def test_an_answer_fits_into_the_models_positions(tiny_model_folder, prompts_rea
         ids = (greedy.encode(QUESTIONS[0]) * 128)[: 128 - room]
         [answer] = greedy.respond(ids, dataclasses.replace(greedy.sampling, max_new_tokens=20))
         assert (len(answer.token_ids), answer.finish_reason) == (room, "length")
+        assert not greedy.why_too_long(ids)
+    assert "the prompt has 128 tokens" in greedy.why_too_long([*ids, 5])
 
 
 def test_a_model_that_cannot_answer_is_named(tiny_model_folder, tmp_path):

@@ -1,6 +1,7 @@
 """Any cut into micro-batches gives the same losses and gradients in steps 1 and 2; tokens are padded once."""
 
 import sys
+from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
 
 import numpy as np
@@ -19,6 +20,7 @@ from common.models.value_model import load_value_model
 from common.programs import single_model
 from common.programs.startup import Start
 from common.ranks import distributed
+from common.ranks.step_costs import StepCosts
 from step1_sft.arguments import SFTArguments
 from step1_sft.sft_trainer import SFTTrainer
 from step2_reward.answer_scores import (
@@ -32,6 +34,7 @@ from step2_reward.pair_trainer import (
     DPOTrainer,
     RewardTrainer,
     compute_pair_losses,
+    judge_pairs,
 )
 from step3_ppo.roles import build_response_inputs
 
@@ -180,6 +183,54 @@ def test_an_evaluation_does_not_count_what_fills_up_the_last_batches(kind, tiny_
             ranks += evaluation_batches(rows, collate, rows_per_batch=2)
     whole = trainer.evaluate(0, evaluation_batches(rows, collate, rows_per_batch=5))
     assert trainer.evaluate(0, ranks) == pytest.approx(whole, rel=1e-5)
+
+
+def test_figures_of_an_evaluation_by_hand():
+    """Answers of 9, 2, 3, 7 and 6 tokens against 2, 9, 8, 4 and 5; the row that fills up counts nowhere."""
+    chosen, rejected = torch.tensor([4.0, 1.0, 5.0, -1.0, 0.5]), torch.tensor([1.0, 3.0, 6.0, -3.0, 0.5])
+    said = iter([(chosen, rejected, torch.arange(5.0)), (*torch.full((2, 1), 9.0), torch.ones(1))])
+    batches = [
+        (collate_pairs(pairs()), torch.ones(5).bool()),
+        (collate_pairs(pairs()[:1]), torch.zeros(1).bool()),
+    ]
+    found = judge_pairs(lambda batch: next(said), batches)
+    expected = {
+        "loss": 2.0,
+        "accuracy": 0.5,
+        "pairs": 5,
+        "margin": 0.4,
+        "chosen_score": 1.9,
+        "rejected_score": 1.5,
+    }
+    expected |= {"prefers_longer": 0.9, "longer_is_chosen": 0.6}
+    scores, lengths = torch.cat([chosen, rejected]), torch.tensor([9.0, 2, 3, 7, 6, 2, 9, 8, 4, 5])
+    expected["length_correlation"] = float(torch.corrcoef(torch.stack([scores, lengths]))[0, 1])
+    expected["score_std"] = float(scores.square().mean() - scores.mean().square()) ** 0.5
+    for name, number in expected.items():
+        assert found[name] == pytest.approx(number, abs=1e-6), name
+
+
+def test_tokens_a_second_are_those_of_all_ranks(monkeypatch):
+    """All sequences of a row count, whatever is learned of them; passes of this rank count once for each."""
+    clock, logged = iter([0.0, 0.0, 1.0, 3.0, 4.0]), {}
+    costs = StepCosts(lambda: next(clock))
+    monkeypatch.setattr(single_model, "COSTS", costs)
+    monkeypatch.setattr(single_model, "take_steps", lambda of: of)
+
+    def compute_gradients(engine, terms):
+        with costs.clock("forward_backward"):
+            costs.count(tokens=30, flops=0.0)
+        return {"loss": 2.0}
+
+    monkeypatch.setattr(single_model, "compute_gradients", compute_gradients)
+    monkeypatch.setattr(distributed, "sum_float", lambda of_this_rank: of_this_rank + 48.0)
+    logger = SimpleNamespace(log=lambda step, numbers: logged.update(numbers))
+    trainer = RewardTrainer(None, RewardArguments(), is_packed=False, logger=logger)
+    with as_rank(0, 2):
+        trainer.train_step(1, [collate_pairs(pairs()[:1]), collate_pairs(pairs()[1:])])
+    assert logged["reward/loss"] == 2.0
+    assert logged["perf/tokens_per_second"] == (sum(2 * prompt + 11 for prompt, _ in LENGTHS) + 48) / 4
+    assert logged["perf/forward_backward_tokens_per_second"] == 2 * 30 / 2
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

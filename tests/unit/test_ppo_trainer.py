@@ -288,6 +288,14 @@ def test_the_pass_for_prox_is_spared_where_versions_are_equal(sampled_at, recomp
         assert passes
 
 
+def test_rewards_pay_for_kl_by_the_coefficient_that_has_moved():
+    trainer, *_ = open_trainer(kl_in="reward:k1", kl_coef=0.5, kl_target=0.1)
+    trainer.kl_controller.coef = 2.0
+    says = {"old_logprobs": torch.full((2, 2), -1.0), "ref_logprobs": torch.full((2, 2), -1.25)}
+    batch = make_batch([2, 1], old_values=torch.zeros(2, 2), next_values=torch.zeros(2), **says)
+    assert trainer.add_advantages(1, batch).batch.data["rewards"].tolist() == [-0.5] * 3
+
+
 def test_the_kl_controller_counts_the_samples_of_all_ranks(monkeypatch):
     """Three on this rank, of two; the step's own coefficient is logged."""
     algorithm, logger = ALGORITHMS["ppo"], SimpleNamespace(log=lambda *_: None)

@@ -22,6 +22,7 @@ from common.models.saved_adapters import base_of
 from common.models.value_model import has_saved_head, load_value_model
 from common.programs.training_loop import saved_model
 from common.runs.export import save_adapter
+from step3_ppo import roles
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards.reward_specs import parse_rewards
 from step3_ppo.roles import Roles, build_roles
@@ -139,6 +140,19 @@ def test_each_of_several_reward_models_has_its_own_weights_and_closing(adapters,
     for mine, expected in zip(found, alone, strict=True):
         torch.testing.assert_close(mine, expected, atol=1e-6, rtol=0)
     assert (found[0] - found[1]).abs().min() > 1e-3
+
+
+@pytest.mark.usefixtures("process_group")
+def test_the_actors_schedule_has_its_steps_on_text_too(adapters, tiny_tokenizer, monkeypatch):
+    lasting, build_engine = [], roles._build_engine
+    monkeypatch.setattr(
+        roles, "_build_engine", lambda *given: lasting.append(given[-1]) or build_engine(*given)
+    )
+    for more in ({}, {"unsup_step": "joint"}, {"unsup_step": "own"}):
+        text = {"unsupervised_dataset_name": "x"} if more else {}
+        args = flags_of({role: adapters / role for role in ROLES}, **text, **more)
+        build_roles(args, tiny_tokenizer, parse_rewards(args.reward), 9, has_critic=True)
+    assert lasting == [9, 9, 9, 9, 18, 9], "actor and critic"
 
 
 @pytest.mark.usefixtures("process_group")
