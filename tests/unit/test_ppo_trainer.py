@@ -288,6 +288,27 @@ def test_the_pass_for_prox_is_spared_where_versions_are_equal(sampled_at, recomp
         assert passes
 
 
+def test_responses_of_all_ranks_are_written_a_share_at_a_time(monkeypatch):
+    """Every second step all of them; the first two are shown at each."""
+    trainer, *_ = open_trainer(save_rollouts=2)
+    asked, shown, written = [], [], []
+    monkeypatch.setattr("step3_ppo.ppo_trainer.gather_numbers", lambda batch: {"ids": torch.arange(5)})
+
+    def response_rows(batch, ids, decode):
+        asked.append(ids)
+        return [{"row_id": sample} for sample in ids]
+
+    monkeypatch.setattr("step3_ppo.ppo_trainer.metrics.response_rows", response_rows)
+    trainer.logger = SimpleNamespace(
+        sample=lambda step, row_id: shown.append(row_id),
+        rollout=lambda step, rows: written.append((step, [row["row_id"] for row in rows])),
+    )
+    for step in (1, 2):
+        trainer._write_responses(step, make_rollout_batch([0, 1], [2, 1], [1, 1]))
+    assert shown == [0, 1, 0, 1] and written == [(2, [0, 1, 2, 3, 4])]
+    assert asked == [[0, 1], [0, 1], [0, 1], [2, 3], [4]], "of two rows on this rank"
+
+
 def test_rewards_pay_for_kl_by_the_coefficient_that_has_moved():
     trainer, *_ = open_trainer(kl_in="reward:k1", kl_coef=0.5, kl_target=0.1)
     trainer.kl_controller.coef = 2.0
