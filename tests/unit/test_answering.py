@@ -64,6 +64,30 @@ def test_a_question_asked_again_gets_other_answers_and_a_seed_the_same(tiny_mode
     assert len({text for answers in expected for text in answers}) == 6
     assert expected[0] != seeded.answer(QUESTIONS[0]), "asked again: other random numbers"
     assert expected[0] != free.answer(QUESTIONS[0]), "no seed: other random numbers in every process"
+    again = load(tiny_model_folder("llama"), num_answers=2, seed=5)
+    texts = [text for _ in range(3) for text in again.answer(QUESTIONS[0])]
+    assert len(set(texts)) == 6 and not set(texts) & set(expected[0]), "each its own, and of this seed"
+
+
+def test_a_request_is_sampled_as_it_says(tiny_model_folder, monkeypatch):
+    """With its own seed from the first random numbers on, else with those that follow the answers before."""
+    asked, answerer = [], load(tiny_model_folder("llama"), seed=9)
+    monkeypatch.setattr(
+        Generator,
+        "generate",
+        lambda self, ids, mask, sample_ids, options, *, num_samples, limits, on_tokens: asked.append(
+            (options, sample_ids.tolist(), num_samples, limits.tolist())
+        ),
+    )
+    ids, sampling = answerer.encode(QUESTIONS[0]), Sampling(7, 0.5, top_k=3, top_p=0.8, num_answers=2)
+    for changes in ({}, {"seed": 5}, {"seed": 0}, {"temperature": 0.0, "num_answers": 1}, {}):
+        answerer.respond(ids, dataclasses.replace(sampling, **changes))
+    expected = {"temperature": 0.5, "top_k": 3, "top_p": 0.8, "do_sample": True}
+    for options, *_ in (asked[0], asked[1], asked[4]):
+        assert {name: getattr(options, name) for name in expected} == expected
+    assert not asked[3][0].do_sample and [options.seed for options, *_ in asked] == [9, 5, 0, 9, 9]
+    assert [first for _, first, *_ in asked] == [[0, 1], [0, 1], [0, 1], [2], [3, 4]]
+    assert [more for *_, num, more in asked if num == len(more)] == [[7, 7]] * 3 + [[7], [7, 7]]
 
 
 def test_memory_is_kept_from_turn_to_turn(tiny_model_folder):
@@ -109,6 +133,8 @@ def test_an_answer_fits_into_the_models_positions(tiny_model_folder, prompts_rea
         ids = (greedy.encode(QUESTIONS[0]) * 128)[: 128 - room]
         [answer] = greedy.respond(ids, dataclasses.replace(greedy.sampling, max_new_tokens=20))
         assert (len(answer.token_ids), answer.finish_reason) == (room, "length")
+        assert not greedy.why_too_long(ids)
+    assert "the prompt has 128 tokens" in greedy.why_too_long([*ids, 5])
 
 
 def test_a_model_that_cannot_answer_is_named(tiny_model_folder, tmp_path):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from test_global_batches import as_rank
 from test_packed_training import CUTS, check_same, gradients, pairs
 
 from common.data.global_batches import GlobalBatches
@@ -11,10 +12,10 @@ from common.data.packed_batch import collate_pairs
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.policy_model import PolicyModel
 from common.runs.saved_state import TensorReader, write_slices
+from step2_reward import reference
 from step2_reward.answer_scores import SIDES, compute_answer_logprobs
 from step2_reward.arguments import RewardArguments
 from step2_reward.pair_math import dpo_loss
-from step2_reward.reference import Reference
 
 
 def sums(*values):
@@ -103,13 +104,14 @@ class Table(list):
 class KnownScores:
     """In place of a trainer: an answer's log-probability is its last token."""
 
-    sides = SIDES
+    sides, num_passes = SIDES, 0
 
     def __init__(self, rows_per_batch: int) -> None:
         self.args = RewardArguments(per_device_eval_batch_size=rows_per_batch)
         self.engine = torch.nn.Identity()
 
     def compute_logprobs(self, batch):
+        self.num_passes += 1
         token_ids, lengths = batch.interleave("chosen_ids", "rejected_ids")
         return token_ids[lengths.flatten().cumsum(0) - 1].float()
 
@@ -117,18 +119,37 @@ class KnownScores:
 @pytest.mark.parametrize("rows_per_batch", [1, 2, 7])
 def test_rows_get_their_own_numbers_and_a_checkpoint_brings_them_back(rows_per_batch, tmp_path):
     table = Table(pairs())
-    before, after = Reference(table, Table()), Reference(table, Table())
+    held_out = Table(pairs()[2:4])
+    before, after = (reference.Reference(table, held_out) for _ in range(2))
     before.compute(KnownScores(rows_per_batch), [0, 3, 4], is_begun=False)
     write_slices(tmp_path / "file", before.tensor_slices())
     after.load(TensorReader([tmp_path / "file"]), before.json_state())
     for index, row in enumerate(table):
         last = [row["chosen_ids"][-1], row["rejected_ids"][-1]]
-        for reference in (before, after):
-            found = reference.pairs["train"][index]["reference_logprobs"]
+        for one in (before, after):
+            found = one.pairs["train"][index]["reference_logprobs"]
             assert found.tolist() == last if index in (0, 3, 4) else found.isnan().all()
+            if index in (2, 3):
+                found = one.pairs["eval"][index - 2]["reference_logprobs"]
+                assert found.tolist() == last, "all that are held out"
     after.compute(KnownScores(1), [0, 3], is_begun=True)  # a longer run that needs no more of them
     with pytest.raises(ValueError, match="1 more rows need the reference's log-probabilities"):
         after.compute(KnownScores(1), [0, 1], is_begun=True)
+
+
+@pytest.mark.parametrize("rows_per_batch", [1, 2, 7])
+def test_two_ranks_ask_about_each_row_once_in_as_many_passes(rows_per_batch, monkeypatch):
+    table, found, num_passes = Table(pairs()), [], set()
+    monkeypatch.setattr(reference.distributed, "reduce_sum", lambda own: found.append(own.clone()) or own)
+    for rank in range(2):
+        scores = KnownScores(rows_per_batch)
+        with as_rank(rank, 2):
+            reference.compute_reference(scores, reference.ReferencePairs(table), [0, 2, 3, 4])
+        num_passes.add(scores.num_passes)
+    expected = [[row["chosen_ids"][-1], row["rejected_ids"][-1]] for row in table]
+    expected[1] = [0, 0]
+    assert sum(found).tolist() == expected and len(num_passes) == 1
+    assert not (found[0] * found[1]).any(), "no row is asked about twice"
 
 
 def test_rows_of_the_first_steps():

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -15,9 +16,12 @@ from common.data.packed_batch import ROW_IDS
 from common.data.stage_datasets import build_data
 from common.flags.args import Problems
 from common.flags.value_forms import Interval
+from common.ranks import watchdog
+from common.ranks.step_costs import StepCosts
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.checks import check_evaluation
 from step3_ppo.evaluation import Evaluation, choose_prompts, compare, judge, measure
+from step3_ppo.main import judge_and_export
 from step3_ppo.metrics import response_rows
 from step3_ppo.rewards.reward_specs import parse_rewards
 
@@ -187,3 +191,19 @@ def test_what_a_reward_samples_is_not_missing_in_the_training(monkeypatch):
                 evaluation().evaluate(0)
         found.append((random.random(), numpy.random.rand(), float(torch.rand(()))))
     assert found[0] == found[1]
+
+
+def test_what_an_evaluation_generates_is_none_of_the_rollouts(monkeypatch):
+    """Its tokens and seconds count as its own, and come with the next step's."""
+    costs = StepCosts()
+    monkeypatch.setattr(watchdog, "COSTS", costs)
+
+    def evaluate(step):
+        with watchdog.phase("the generation", clock="generate"):
+            costs.count(tokens=7 * step, flops=0.0)
+        return {}
+
+    own = SimpleNamespace(is_due=lambda *_: True, evaluate=evaluate)
+    run = SimpleNamespace(step=3, logger=SimpleNamespace(num_steps=9))
+    judge_and_export(SimpleNamespace(args=PPOArguments()), SimpleNamespace(evaluation=own), run)
+    assert costs.tokens == {"evaluate": 21} and set(costs.seconds) == {"evaluate"}

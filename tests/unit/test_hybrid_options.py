@@ -65,6 +65,19 @@ def test_what_cannot_work_is_refused_with_the_cure(words, parts, problems_of):
     assert all(part in message for part in parts), message
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--max_tokens_per_micro_batch 512",
+        "--max_tokens_per_micro_batch 0,512",
+        "--per_device_generation_batch_size 16 --per_device_training_batch_size 8",
+        ENABLED + "--inference_tp_size 4",
+    ],
+)
+def test_what_just_fits_is_taken(words, problems_of):
+    assert problems_of(words) == []
+
+
 def test_heads_that_do_not_divide_name_the_sizes_that_work(problems_of):
     (message,) = problems_of(ENABLED + "--inference_tp_size 8", num_ranks=8)
     assert "--inference_tp_size 8" in message and "1, 2, 4" in message

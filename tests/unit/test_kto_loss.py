@@ -55,19 +55,27 @@ def test_the_pairs_of_a_prompt_weigh_as_one(loss):
     """Three pairs of one prompt and one of another: the mean of two means, in the loss and in the figures."""
     values = torch.tensor([3.0, 1.0, -2.0, 0.5])  # chosen less rejected
     kind = DPOTrainer if loss == "dpo" else RewardTrainer
-    engine = SimpleNamespace(router_loss=None)
+    engine = SimpleNamespace(router_loss=torch.tensor(6.0), router_coefficient=0.5)  # of a mixture
     trainer = kind(engine, RewardArguments(loss=loss), is_packed=False, logger=Mock())
     trainer.compute_losses = lambda batch: PairLosses(
-        values, torch.zeros(4), torch.nn.functional.softplus(-values)
+        values + 1, torch.ones(4), torch.nn.functional.softplus(-values)
     )
     rows = [row | {"weight": 1 / 3 if i < 3 else 1.0} for i, row in enumerate(pairs()[:4])]
     batch = collate_pairs(rows)
     total, stats = trainer.compute_sums(batch)
     of_pairs = [math.log1p(math.exp(-v)) for v in values.tolist()]
     expected = (sum(of_pairs[:3]) / 3 + of_pairs[3]) / 2
-    assert trainer.count(batch) == pytest.approx(2) and float(total) / 2 == pytest.approx(expected, rel=1e-6)
+    assert trainer.count(batch) == pytest.approx(2)
+    assert float(total) / 2 == pytest.approx(expected + 0.5 * 6.0, rel=1e-6)
+    assert float(stats["router_loss"]) / 2 == pytest.approx(6.0)
     assert expected != pytest.approx(sum(of_pairs) / 4, rel=1e-2), "the plain mean"
-    assert float(stats["margin"]) / 2 == pytest.approx((2 / 3 + 0.5) / 2, rel=1e-6)
+    figures = {
+        "margin": 2 / 3 + 0.5,
+        f"chosen_{trainer.what}": 2 / 3 + 0.5 + 2,
+        f"rejected_{trainer.what}": 2,
+    }
+    for name, number in (figures | {"accuracy": 2 / 3 + 1}).items():
+        assert float(stats[name]) == pytest.approx(number, rel=1e-6), name
 
 
 # ---- KTO's loss
@@ -247,7 +255,9 @@ def test_the_trainers_figures_against_the_plain_loop(trainer):
         weights=(1.5, 1.0),
     )
     batch = collate_pairs(rows)
+    trainer.engine.train()
     trainer.prepare([batch])
+    assert not trainer.engine.training, "the baseline is asked as the reference was"
     loss, stats = trainer.compute_sums(batch)
     assert float(loss) == pytest.approx(sum(losses), rel=1e-5)
     assert float(stats["kl"]) == pytest.approx(5 * kl, rel=1e-5)
@@ -261,7 +271,9 @@ def test_the_trainers_figures_against_the_plain_loop(trainer):
     assert figures["kl"] == pytest.approx(kl, rel=1e-5)
     assert figures["desirable_reward"] == pytest.approx(float(good) / 3, rel=1e-5)
     is_right = [(r > 0.3 * kl) == bool(row["label"]) for r, row in zip(rewards, rows, strict=True)]
-    assert figures["accuracy"] == pytest.approx(sum(is_right) / 5)
+    assert figures["accuracy"] == pytest.approx(sum(is_right) / 5) == float(stats["accuracy"]) / 5
+    without_kl = [(r > 0) == bool(row["label"]) for r, row in zip(rewards, rows, strict=True)]
+    assert sum(is_right) != sum(without_kl), "the baseline must matter"
     ranks = []
     for rank in range(2):  # each reads 4 rows where there are 5
         with as_rank(rank, 2):

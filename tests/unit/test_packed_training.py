@@ -1,6 +1,7 @@
 """Any cut into micro-batches gives the same losses and gradients in steps 1 and 2; tokens are padded once."""
 
 import sys
+from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
 
 import numpy as np
@@ -19,14 +20,21 @@ from common.models.value_model import load_value_model
 from common.programs import single_model
 from common.programs.startup import Start
 from common.ranks import distributed
+from common.ranks.step_costs import StepCosts
 from step1_sft.arguments import SFTArguments
 from step1_sft.sft_trainer import SFTTrainer
-from step2_reward.answer_scores import compute_answer_logprobs, compute_pair_scores
+from step2_reward.answer_scores import (
+    build_pair_inputs,
+    compute_answer_logprobs,
+    compute_pair_scores,
+    shared_length,
+)
 from step2_reward.arguments import RewardArguments
 from step2_reward.pair_trainer import (
     DPOTrainer,
     RewardTrainer,
     compute_pair_losses,
+    judge_pairs,
 )
 from step3_ppo.roles import build_response_inputs
 
@@ -177,6 +185,54 @@ def test_an_evaluation_does_not_count_what_fills_up_the_last_batches(kind, tiny_
     assert trainer.evaluate(0, ranks) == pytest.approx(whole, rel=1e-5)
 
 
+def test_figures_of_an_evaluation_by_hand():
+    """Answers of 9, 2, 3, 7 and 6 tokens against 2, 9, 8, 4 and 5; the row that fills up counts nowhere."""
+    chosen, rejected = torch.tensor([4.0, 1.0, 5.0, -1.0, 0.5]), torch.tensor([1.0, 3.0, 6.0, -3.0, 0.5])
+    said = iter([(chosen, rejected, torch.arange(5.0)), (*torch.full((2, 1), 9.0), torch.ones(1))])
+    batches = [
+        (collate_pairs(pairs()), torch.ones(5).bool()),
+        (collate_pairs(pairs()[:1]), torch.zeros(1).bool()),
+    ]
+    found = judge_pairs(lambda batch: next(said), batches)
+    expected = {
+        "loss": 2.0,
+        "accuracy": 0.5,
+        "pairs": 5,
+        "margin": 0.4,
+        "chosen_score": 1.9,
+        "rejected_score": 1.5,
+    }
+    expected |= {"prefers_longer": 0.9, "longer_is_chosen": 0.6}
+    scores, lengths = torch.cat([chosen, rejected]), torch.tensor([9.0, 2, 3, 7, 6, 2, 9, 8, 4, 5])
+    expected["length_correlation"] = float(torch.corrcoef(torch.stack([scores, lengths]))[0, 1])
+    expected["score_std"] = float(scores.square().mean() - scores.mean().square()) ** 0.5
+    for name, number in expected.items():
+        assert found[name] == pytest.approx(number, abs=1e-6), name
+
+
+def test_tokens_a_second_are_those_of_all_ranks(monkeypatch):
+    """All sequences of a row count, whatever is learned of them; passes of this rank count once for each."""
+    clock, logged = iter([0.0, 0.0, 1.0, 3.0, 4.0]), {}
+    costs = StepCosts(lambda: next(clock))
+    monkeypatch.setattr(single_model, "COSTS", costs)
+    monkeypatch.setattr(single_model, "take_steps", lambda of: of)
+
+    def compute_gradients(engine, terms):
+        with costs.clock("forward_backward"):
+            costs.count(tokens=30, flops=0.0)
+        return {"loss": 2.0}
+
+    monkeypatch.setattr(single_model, "compute_gradients", compute_gradients)
+    monkeypatch.setattr(distributed, "sum_float", lambda of_this_rank: of_this_rank + 48.0)
+    logger = SimpleNamespace(log=lambda step, numbers: logged.update(numbers))
+    trainer = RewardTrainer(None, RewardArguments(), is_packed=False, logger=logger)
+    with as_rank(0, 2):
+        trainer.train_step(1, [collate_pairs(pairs()[:1]), collate_pairs(pairs()[1:])])
+    assert logged["reward/loss"] == 2.0
+    assert logged["perf/tokens_per_second"] == (sum(2 * prompt + 11 for prompt, _ in LENGTHS) + 48) / 4
+    assert logged["perf/forward_backward_tokens_per_second"] == 2 * 30 / 2
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_budget_cuts_the_same_global_batches(world_size):
     rows, lengths = sft_rows() * 4, [(p + r,) for p, r in LENGTHS] * 4
@@ -201,6 +257,20 @@ def test_a_budget_cuts_the_same_global_batches(world_size):
     for micro_batch in (m for step in found for m in step):
         of_rows = [lengths[int(row)][0] for row in micro_batch]
         assert len(of_rows) * max(of_rows) <= 30
+
+
+@pytest.mark.parametrize(("is_packed", "cap", "sizes"), [(False, 60, [40, 40, 52]), (True, 43, [40, 40])])
+def test_a_pass_of_pairs_computes_no_more_tokens_than_its_cap(is_packed, cap, sizes):
+    """Counted in what the model is given: padded twice 13, 10, 20, 9 and 12; packed 15, 12, 23, 13 and 17."""
+    rows = pairs()
+    batches = GlobalBatches(
+        rows, collate_pairs, rows_per_micro_batch=5, max_tokens=cap,
+        row_lengths=[(len(row["chosen_ids"]), len(row["rejected_ids"])) for row in rows],
+        shared_lengths=[shared_length(row) for row in rows],
+    )  # fmt: skip
+    batches.is_packed = is_packed
+    made = [build_pair_inputs(part, is_packed=is_packed, shares_prompts=is_packed) for part in next(batches)]
+    assert sorted(inputs.input_ids.numel() for _, _, inputs in made) == sizes
 
 
 @pytest.mark.parametrize(

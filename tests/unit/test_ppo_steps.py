@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from common.data.packed_batch import PackedBatch
+from common.data.packed_batch import PackedBatch, collate_texts
 from common.engine.ds_config import build_config, build_engine
 from common.flags.value_forms import KLLimit
+from common.models.loading import ModelOptions, load_causal_lm
+from common.models.policy_model import PolicyModel, compute_nll_sum
 from common.ranks.failures import StepRefused
 from step1_sft.arguments import SFTArguments
 from step3_ppo import ppo_losses
@@ -78,6 +80,19 @@ def test_a_step_on_text_is_its_own_behind_that_of_the_policy(linear_losses, monk
     assert not torch.allclose(engine.module.weight, weight, atol=1e-2), "one step of the sum"
 
 
+def test_text_is_learned_at_temperature_1_whatever_samples_have(tiny_model_folder):
+    model = load_causal_lm(ModelOptions(tiny_model_folder("llama"), dropout=0.0), 320)
+    batch = collate_texts([{"input_ids": [5, 9, 30, 7]}, {"input_ids": [8, 6]}])
+    sums = []
+    for temperature in (1.0, 0.5):
+        policy = PolicyModel(model, num_valid_tokens=320, temperature=temperature)
+        roles = SimpleNamespace(actor=SimpleNamespace(model=policy, is_packed=False))
+        losses = PPOLosses(fill_defaults(PPOArguments(), ALGORITHMS["ppo"]), roles, None)
+        sums.append(losses._pretraining_sums(batch)[0].item())
+    assert sums == [compute_nll_sum(policy, batch, temperature=1.0).item()] * 2
+    assert sums[0] != pytest.approx(compute_nll_sum(policy, batch).item(), abs=1e-3)
+
+
 def test_a_minibatch_without_tokens_makes_no_step(linear_losses):
     """Though a divisor that is constant counts its responses."""
     losses, engine, batches = linear_losses(unsup_step="own", loss_aggregation="constant")
@@ -112,3 +127,22 @@ def test_a_gap_above_the_bound_makes_no_step(linear_losses):
     losses.gap = 0.5e-3
     losses.update(batches, max_gap=1e-3)
     assert engine.module.weight.tolist() != START and engine.global_steps == 2
+    losses.gap = 2**-10
+    losses.update(batches, max_gap=2**-10)
+    assert engine.global_steps == 3, "a gap of the bound is not above it"
+
+
+def test_the_loss_of_the_critic_is_that_of_the_flags():
+    """By hand; the statistics, and the router loss of a mixture, are of the tokens that count."""
+    values = torch.tensor([1.0, 2.0, 9.0], requires_grad=True)
+    columns = {"old_values": [1.1, 1.0, 0.0], "returns": [3.0, 3.0, 0.0], "response_ids": [0.0] * 3}
+    data = {key: [torch.tensor(column)] for key, column in columns.items()}
+    data["loss_mask"] = [torch.tensor([True, True, False])]
+    mixture = SimpleNamespace(router_loss=torch.tensor(4.0), router_coefficient=0.5)
+    critic = SimpleNamespace(model=mixture, compute_values=lambda batch: (values, None))
+    args = fill_defaults(PPOArguments(value_loss="huber", value_clip_range=0.5), ALGORITHMS["ppo"])
+    losses = PPOLosses(args, SimpleNamespace(critic=critic), None)
+    loss, stats = losses._value_sums(PackedBatch.build([0], data))
+    # |1 - 3| - 1/2; of 2, clipped to 1.5, |1.5 - 3| - 1/2; the router's for each of two tokens
+    assert loss.item() == pytest.approx(1.5 + 1.0 + 2 * 0.5 * 4.0) and float(stats["value/router_loss"]) == 8
+    assert [float(x) for x in stats["value/clip_fraction"]] == [1, 2]

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from right_or_wrong import close
-from rollout_batches import make_rollout_batch
+from rollout_batches import make_batch, make_rollout_batch
 
+from common.flags.value_forms import KLLimit
 from common.ranks.failures import StepRefused
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
@@ -16,7 +17,7 @@ from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.score_sum import ScoreSum
 from step3_ppo.roles import has_text_steps
 from step3_ppo.rollout_batch import TokenCap
-from step3_ppo.trainer_state import OpenStep, ValueNormaliser
+from step3_ppo.trainer_state import NUM_TOKENS, OpenStep, ValueNormaliser
 
 ENGINE = SimpleNamespace(received_bytes=0)
 
@@ -86,6 +87,44 @@ def test_a_step_on_text_follows_each_step_that_was_made():
     )] == [True, False, False]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("flags", "num_made", "loss", "approx_kl"),
+    [
+        ({}, 5, (1 + 2 + 6 + 7 + 9) / 5, (0.125 * 1 + 0.25 * 6) / 16),
+        ({"early_stop_kl": KLLimit("0.125")}, 4, (1 + 2 + 6 + 7) / 4, (0.125 * 1 + 0.25 * 6) / 14),
+        ({"early_stop_imp_ratio": 1.5}, 3, (1 + 2 + 6) / 3, 0.125 * 1 / 8),
+        ({"early_stop_imp_ratio": 1.5, "early_stop_kl": KLLimit("0.125")}, 3, 3.0, 0.125 * 1 / 8),
+    ],
+)
+def test_a_step_ends_behind_the_first_update_beyond_a_limit(flags, num_made, loss, approx_kl, monkeypatch):
+    """A limit that is met is not exceeded. A step on text follows the last update too, and begins none anew.
+
+    Means are of the updates that were made, those over tokens by their number.
+    """
+    # KL, ratio, loss, tokens; the third minibatch is left out.
+    updates = [(0.125, 1.0, 1, 1), (0.0, 1.5, 2, 3), (), (0.0, 1.75, 6, 4), (0.25, 1.0, 7, 6), (0, 1, 9, 2)]
+    names = ["policy/approx_kl", "policy/ratio", "policy/loss", NUM_TOKENS]
+    trainer, run, asked, _ = open_trainer(unsupervised_dataset_name="x", unsup_step="own", **flags)
+    del trainer.minibatches, trainer.finish_step
+    trainer.rollout.cap, trainer.logger = None, SimpleNamespace(log=lambda *_: None)
+    trainer._write_responses = lambda *_: None
+    trainer.open_step = OpenStep(1, make_rollout_batch([0], [2], [3]), {"objective/kl": 0.0})
+    monkeypatch.setattr("step3_ppo.ppo_trainer.cut_minibatches", lambda *_, first: iter(updates[first:]))
+
+    def update(what, max_gap):
+        asked.append("update")
+        return dict(zip(names, what, strict=True)) | {"policy/logprob_gap": what[3]} if what else {}
+
+    text = {"policy/unsup_loss": 1.0}
+    trainer.losses = SimpleNamespace(update=update, update_by_text=lambda: asked.append("text") or text)
+    monkeypatch.setattr("step3_ppo.ppo_trainer.run_hooks", lambda point, trainer, what: what)
+    numbers = trainer.train_step(1, run)
+    assert asked == [*["update", "text"] * 2, "update", *["update", "text"] * (num_made - 2)]
+    assert run.num_updates == num_made and numbers.get("policy/num_updates", num_made) == num_made
+    assert numbers["policy/loss"] == pytest.approx(loss) and numbers["policy/logprob_gap"] == 1
+    assert numbers["policy/approx_kl"] == pytest.approx(approx_kl)
+
+
 class KnowingCritic:
     """Rollouts with a critic that is right: a state is worth the score, that after the last token nothing.
 
@@ -137,6 +176,16 @@ def test_a_critic_that_is_right_leaves_no_advantage_while_statistics_move(kind, 
         # The losses compare what the critic says before its update with returns that it is to learn.
         assert torch.allclose(learned_from["old_values"], critic_says, atol=1e-4)
         assert torch.allclose(normaliser.denormalise(learned_from["returns"]), worth, rtol=1e-5)
+
+
+def test_returns_that_do_not_count_move_no_statistics():
+    trainer, *_ = open_trainer(value_norm="ma")
+    batch = make_batch([2, 1], returns=torch.tensor([[1.0, 3.0], [100.0, 0.0]]), old_values=torch.ones(2, 2))
+    batch = batch.with_key("loss_mask", torch.tensor([True, True, False]), like="response_ids")
+    found = trainer._normalise_values(batch).data
+    assert (trainer.value_normaliser.mean, trainer.value_normaliser.variance) == (2.0, 1.0)
+    assert found["returns"].tolist() == [-1.0, 1.0, 98.0]
+    assert found["old_values"].tolist() == [1.0] * 3, "in the units of the critic before its update"
 
 
 def test_hooks_run_before_and_after_each_phase(monkeypatch):
@@ -201,6 +250,8 @@ def test_the_pass_for_prox_is_spared_where_versions_are_equal(sampled_at, recomp
     """A15, R39: step 5 begins with the policy of 4 steps; a ratio to one of 5 is refused."""
     batch = make_rollout_batch([2, 0, 1], [2, 1, 1], [3, 1, 6])
     batch = batch.with_key("versions", torch.full((10,), sampled_at), like="response_ids")
+    mask = torch.arange(10) != 8
+    batch = batch.with_key("loss_mask", mask, like="response_ids")
     algorithm, passes = ALGORITHMS["reinforce++"], []
 
     def score(parts):
@@ -228,9 +279,42 @@ def test_the_pass_for_prox_is_spared_where_versions_are_equal(sampled_at, recomp
     sampled = found.data["rollout_logprobs"]
     prox = found.data["old_logprobs"] if is_spared else sampled + 0.25
     close(found.data["prox_logprobs"], prox)
-    close(found.data["correction_weights"], (prox - sampled).exp().clamp(max=1.2))
-    assert numbers["correction/kl"] == pytest.approx(float((sampled - prox).mean()), abs=1e-6)
-    assert numbers["correction/weight_max"] == pytest.approx(float((prox - sampled).exp().max()))
+    close(found.data["correction_weights"], (prox - sampled).exp().clamp(max=1.2) * mask)
+    assert numbers["correction/kl"] == pytest.approx(float((sampled - prox)[mask].mean()), abs=1e-6)
+    assert numbers["correction/weight_max"] == pytest.approx(float((prox - sampled)[mask].exp().max()))
+    if sampled_at == 4:  # a single token that is older: the policy that sampled it is not there any more
+        batch.data["versions"][9], passes[:] = 3, []
+        trainer.add_advantages(5, batch)
+        assert passes
+
+
+def test_responses_of_all_ranks_are_written_a_share_at_a_time(monkeypatch):
+    """Every second step all of them; the first two are shown at each."""
+    trainer, *_ = open_trainer(save_rollouts=2)
+    asked, shown, written = [], [], []
+    monkeypatch.setattr("step3_ppo.ppo_trainer.gather_numbers", lambda batch: {"ids": torch.arange(5)})
+
+    def response_rows(batch, ids, decode):
+        asked.append(ids)
+        return [{"row_id": sample} for sample in ids]
+
+    monkeypatch.setattr("step3_ppo.ppo_trainer.metrics.response_rows", response_rows)
+    trainer.logger = SimpleNamespace(
+        sample=lambda step, row_id: shown.append(row_id),
+        rollout=lambda step, rows: written.append((step, [row["row_id"] for row in rows])),
+    )
+    for step in (1, 2):
+        trainer._write_responses(step, make_rollout_batch([0, 1], [2, 1], [1, 1]))
+    assert shown == [0, 1, 0, 1] and written == [(2, [0, 1, 2, 3, 4])]
+    assert asked == [[0, 1], [0, 1], [0, 1], [2, 3], [4]], "of two rows on this rank"
+
+
+def test_rewards_pay_for_kl_by_the_coefficient_that_has_moved():
+    trainer, *_ = open_trainer(kl_in="reward:k1", kl_coef=0.5, kl_target=0.1)
+    trainer.kl_controller.coef = 2.0
+    says = {"old_logprobs": torch.full((2, 2), -1.0), "ref_logprobs": torch.full((2, 2), -1.25)}
+    batch = make_batch([2, 1], old_values=torch.zeros(2, 2), next_values=torch.zeros(2), **says)
+    assert trainer.add_advantages(1, batch).batch.data["rewards"].tolist() == [-0.5] * 3
 
 
 def test_the_kl_controller_counts_the_samples_of_all_ranks(monkeypatch):

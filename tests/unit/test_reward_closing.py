@@ -89,6 +89,16 @@ def test_all_that_score_read_the_same_token_as_plain_transformers(chat_export):
     )
 
 
+def test_a_server_keeps_to_its_batch_size_and_with_the_closing_to_its_limit(chat_export, monkeypatch):
+    tokenizer = AutoTokenizer.from_pretrained(chat_export)
+    prompt = build_template("chat", tokenizer).prompt_text((Message("user", "How are you? " * 9),))
+    scorer, passes = load_scorer(chat_export, max_seq_len=14), []
+    monkeypatch.setattr(scorer, "_score_batch", lambda rows: passes.append(rows) or [0.0] * len(rows))
+    scorer.score([prompt] * 3, ["No."] * 3)
+    assert [[len(row) for row in rows] for rows in passes] == [[14, 14], [14]]
+    assert tokenizer.decode([token_id for token_id, _ in passes[0][0]]).endswith("assistant\nNo.<|im_end|>\n")
+
+
 def test_with_the_mean_of_values_the_closing_counts_in_step_3_as_in_step_2(chat_export):
     tokenizer = AutoTokenizer.from_pretrained(chat_export)
     template = build_template("chat", tokenizer)

@@ -77,6 +77,15 @@ def test_a_models_nan_is_a_failure_and_one_of_a_reward_without_weight_masks_nobo
         scores_of("refuse", texts=texts)
 
 
+def test_a_failure_of_another_rank_is_told_where_there_is_none_of_this_one(monkeypatch):
+    def gather(own, group=None):
+        return ["", own, "one of the third rank"] if isinstance(own, str) else [own]
+
+    monkeypatch.setattr("common.ranks.distributed.gather_objects", gather)
+    assert scores_of("mask", texts=[1.0] * 4)[0].first_failure == "one of the third rank"
+    assert "gave 'None'" in scores_of("mask", texts=[None] * 4)[0].first_failure
+
+
 def test_held_out_answers_without_a_score_are_in_no_mean_and_tie():
     scores, batch = scores_of("mask", texts=[1.0, None, 2.0, math.nan], weights=(1.0, 0.0))
     shown = torch.where(scores.counts(batch), batch.numbers("scores"), math.nan)

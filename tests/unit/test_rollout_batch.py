@@ -103,12 +103,13 @@ def test_an_update_has_the_same_samples_however_they_are_dealt(
     sizes = SIZES | {"group": groups, "prompt": SIZES["prompt"][groups % 4]}
     lengths = sizes["prompt"] + sizes["response"]
     expected = [sorted(sum(u[0], [])) for u in plan_minibatches(sizes, make_args(8), cap, 7)]
+    next_step = [sorted(sum(u[0], [])) for u in plan_minibatches(sizes, make_args(8), cap, 8)]
     monkeypatch.setattr(distributed, "world_size", lambda: world_size)
     plans = list(plan_minibatches(sizes, make_args(rows, accumulation, cap.max_tokens), cap, 7))
     assert [sorted(sum(sum(update, []), [])) for update in plans] == expected
     for epoch in (expected[:3], expected[3:]):
         assert sorted(sum(epoch, [])) == list(range(24)), "each sample once an epoch"
-    assert expected[:3] != expected[3:], "epochs are shuffled apart"
+    assert expected[:3] != expected[3:] and expected != next_step, "epochs and steps are shuffled apart"
     for update in plans:
         of_update = groups[sum(sum(update, []), [])]
         assert (of_update.bincount() % group_size == 0).all(), "groups stay whole"
@@ -122,6 +123,21 @@ def test_an_update_has_the_same_samples_however_they_are_dealt(
                 cost -= sum(of_rows) - int(sizes["response"][micro_batch].sum())
                 cost += int(SIZES["prompt"][together % 4].sum())
             assert cost <= 24 or not cap.max_tokens
+
+
+@pytest.mark.parametrize(
+    ("is_packed", "shares_prompts", "sizes"),
+    [(False, False, [8, 14, 16, 18]), (True, False, [16, 19, 19]), (True, True, [10, 11, 20])],
+)
+def test_a_pass_computes_no_more_tokens_than_its_cap(is_packed, shares_prompts, sizes):
+    """Counted in what the model is given: rows of 7, 9, 4, 9, 7, 7, 8, 3, or groups of 11, 10, 10 and 10."""
+    prompts = [5, 5, 3, 3, 4, 4, 1, 1]
+    batch = make_rollout_batch(range(8), prompts, [2, 4, 1, 6, 3, 3, 7, 2], num_samples=2)
+    alike = [batch.sequences("prompt_ids")[row // 2 * 2] for row in range(8)]
+    batch = batch.with_key("prompt_ids", torch.cat(alike), lengths=torch.tensor(prompts))
+    how = {"is_packed": is_packed, "shares_prompts": shares_prompts}
+    parts = TokenCap(20, **how).cut(batch)
+    assert sorted(build_response_inputs(part, **how)[0].input_ids.numel() for part in parts) == sizes
 
 
 # --- four ranks ---

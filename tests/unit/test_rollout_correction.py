@@ -92,8 +92,8 @@ def test_forms_of_a_correction():
 
 @pytest.mark.parametrize(
     ("flags", "more"),
-    # 0.1 (1 + 2 + 4) and 0.25 (1 + 2 + 3), which no weight of a correction is for.
-    [({}, 0.0), ({"kl_in": "loss:k1"}, 0.7), ({"entropy_coef": 0.25}, -1.5)],
+    # 0.5 (1 / 2 + 2 + 4 / 4) and 0.25 (1 / 2 + 2 + 3 / 4), which no weight of a correction is for.
+    [({}, 0.0), ({"kl_in": "loss:k1"}, 1.75), ({"entropy_coef": 0.25}, -0.8125)],
     ids=["", "KL", "entropy"],
 )
 def test_the_decoupled_loss_and_its_statistics_by_hand(flags, more):
@@ -103,20 +103,22 @@ def test_the_decoupled_loss_and_its_statistics_by_hand(flags, more):
     prox = old + 0.5
     data = {"old_logprobs": old, "prox_logprobs": prox, "rollout_logprobs": old, "loss_mask": mask}
     data |= {"correction_weights": weights, "response_ids": torch.zeros(4, dtype=torch.int64)}
-    data |= {"advantages": torch.tensor([1.0, -1.0, 1.0, 1.0]), "loss_weights": mask.float()}
+    data |= {"advantages": torch.tensor([1.0, -1.0, 1.0, 1.0])}
+    data |= {"loss_weights": torch.tensor([0.5, 1.0, 0.25, 0.0])}
     new = prox + ratios.log()
     data["ref_logprobs"] = new - torch.tensor([1.0, 2.0, 4.0, 9.0])
-    data["loss_counts"] = mask.float()
+    data["loss_counts"] = torch.tensor([5.0])
     mixture = SimpleNamespace(router_loss=torch.tensor(4.0), router_coefficient=0.5)
     actor = SimpleNamespace(
         model=mixture, compute_logprobs=lambda *_, **__: (new, torch.tensor([1.0, 2.0, 3.0, 9.0]))
     )
-    args = fill_defaults(PPOArguments(rollout_correction="mis", **flags), ALGORITHMS["ppo"])
-    losses = PPOLosses(args, SimpleNamespace(actor=actor), KLController(0.1))
+    flags = flags | {"rollout_correction": "mis", "clip_range": "0.1,0.3"}
+    args = fill_defaults(PPOArguments(**flags), ALGORITHMS["ppo"])
+    losses = PPOLosses(args, SimpleNamespace(actor=actor), KLController(0.5))  # as it has moved
     found, stats = losses._policy_sums(PackedBatch.build([0], {key: [x] for key, x in data.items()}))
-    # 2 * -1 * 1.2, at the bound; 1 * 1 * 1; a weight of 0; padding; the router's for each of three tokens
-    assert float(found) == pytest.approx(-2.4 + 1.0 + 3 * 0.5 * 4.0 + more, abs=1e-5)
-    assert float(stats["policy/router_loss"]) == 3 * 4.0
+    # 0.5 * 2 * -1 * 1.3, at the bound; 1 * 1 * 1; a weight of 0; padding; the router's by the loss's divisor
+    assert float(found) == pytest.approx(-1.3 + 1.0 + 5 * 0.5 * 4.0 + more, abs=1e-5)
+    assert float(stats["policy/router_loss"]) == 5 * 4.0
     means = {"ratio": (1.5 + 1 + 0.5) / 3, "clip_fraction_high": 1 / 3, "clip_fraction_low": 0, "entropy": 2}
     for name, mean in means.items():
         total, count = stats[f"policy/{name}"]

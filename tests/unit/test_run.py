@@ -70,7 +70,9 @@ def test_refused_steps_are_counted_and_the_one_too_many_ends_the_run(tmp_path, c
 def test_the_count_goes_on_where_a_checkpoint_left_it(tmp_path):
     first, second = build(tmp_path, most=1), build(tmp_path, most=1)
     first.refuse(1, StepRefused("no"))
+    first.step, first.num_updates = 9, 5  # several a step, but none in some
     second.load(TensorReader([]), first.json_state())
+    assert second.num_updates == 5
     with pytest.raises(TooManyBadSteps, match="skipped 2 steps"):
         second.refuse(2, StepRefused("no"))
 

@@ -22,6 +22,7 @@ from common.models.saved_adapters import base_of
 from common.models.value_model import has_saved_head, load_value_model
 from common.programs.training_loop import saved_model
 from common.runs.export import save_adapter
+from step3_ppo import roles
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards.reward_specs import parse_rewards
 from step3_ppo.roles import Roles, build_roles
@@ -121,6 +122,37 @@ def train_some(roles: Roles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, 
             take_steps([compute_gradients(role.model, [LossTerm("x", [batch], sums, lambda batch: 6.0)])])
     said = [role.score([batch])[0] for role in (roles.actor, roles.reference, roles.rewards["model"])]
     return *said, roles.critic.score([batch])[0][0]
+
+
+@pytest.mark.usefixtures("process_group")
+def test_each_of_several_reward_models_has_its_own_weights_and_closing(adapters, tiny_tokenizer, monkeypatch):
+    closings = {str(adapters / "reward"): [5], str(adapters / "critic"): [6, 7]}
+    monkeypatch.setattr("step3_ppo.roles.closing_of", lambda path, template: closings[path])
+    batch = make_rollout_batch([0, 1], [3, 2], [4, 2])
+
+    def score(*names):
+        args = flags_of({role: adapters / role for role in ROLES})
+        specs = parse_rewards([f"model:{adapters / name}" for name in names])
+        roles = build_roles(args, tiny_tokenizer, specs, 9, has_critic=False, template="a template")
+        return [reward.score([batch])[0] for reward in roles.rewards.values()]
+
+    found, alone = score("reward", "critic"), [*score("reward"), *score("critic")]
+    for mine, expected in zip(found, alone, strict=True):
+        torch.testing.assert_close(mine, expected, atol=1e-6, rtol=0)
+    assert (found[0] - found[1]).abs().min() > 1e-3
+
+
+@pytest.mark.usefixtures("process_group")
+def test_the_actors_schedule_has_its_steps_on_text_too(adapters, tiny_tokenizer, monkeypatch):
+    lasting, build_engine = [], roles._build_engine
+    monkeypatch.setattr(
+        roles, "_build_engine", lambda *given: lasting.append(given[-1]) or build_engine(*given)
+    )
+    for more in ({}, {"unsup_step": "joint"}, {"unsup_step": "own"}):
+        text = {"unsupervised_dataset_name": "x"} if more else {}
+        args = flags_of({role: adapters / role for role in ROLES}, **text, **more)
+        build_roles(args, tiny_tokenizer, parse_rewards(args.reward), 9, has_critic=True)
+    assert lasting == [9, 9, 9, 9, 18, 9], "actor and critic"
 
 
 @pytest.mark.usefixtures("process_group")

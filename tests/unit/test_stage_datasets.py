@@ -149,7 +149,7 @@ def test_a_row_is_called_by_its_own_id_wherever_it_goes(own, name, write_rows, b
     assert [data.train[i]["row_id"] for i in range(2)] == [f"{name}#0", f"{name}#1"]
 
 
-def test_answer_lists_give_pairs_up_to_a_limit_and_answers_once(write_rows, build):
+def test_answer_lists_give_pairs_up_to_a_limit_and_answers_once(write_rows, build, options, tiny_tokenizer):
     path = write_rows([{"prompt": "q", "pos_answers": ["a", "b", "c"], "neg_answers": ["d", "e"]}])
     data = build(path, 2, max_pairs_per_prompt=4)
     assert (len(data.train), data.report.num_dropped_pairs) == (6, 2), "epochs draw from all"
@@ -158,10 +158,15 @@ def test_answer_lists_give_pairs_up_to_a_limit_and_answers_once(write_rows, buil
     assert len(build(path, 2, max_pairs_per_prompt=4, num_stored_epochs=1).train) == 4
     assert (len(build(path, 1).train), len(build(path, 3).train)) == (3, 1)
     rows = [{"prompt": f"q{n}", "ranked_answers": list("abcd")} for n in range(12)]
-    data = build(write_rows(rows, "ranked.jsonl"), 2, max_pairs_per_prompt=4, eval_fraction=0.5)
+    ranked = write_rows(rows, "ranked.jsonl")
+    data = build(ranked, 2, max_pairs_per_prompt=4, eval_fraction=0.5)
     for table, num_pairs in ((data.train, 6), (data.eval, 4)):
         numbers = table.numbers("prompt_index").tolist()
         assert len(set(numbers)) > 1 and {numbers.count(n) for n in numbers} == {num_pairs}
+    both = replace(options(path, 2), data_path=[path, ranked])
+    table = build_data(both, build_template("human_assistant", tiny_tokenizer)).train
+    counts = np.unique(table.numbers("prompt_index"), return_counts=True)[1]
+    assert counts.tolist() == [6] * 13, "a prompt of another file is another one"
 
 
 # ---- shares
@@ -350,11 +355,14 @@ def test_the_cache_is_reused_and_its_key_follows_what_decides_the_tokens(
     assert len(folders) == 9
 
 
-def test_pretraining_blocks(tmp_path, tiny_tokenizer, write_rows):
+def test_pretraining_blocks(tmp_path, tiny_tokenizer, write_rows, monkeypatch):
     path = write_rows([{"text": "abc def"}, {"text": ""}, {"text": "ghi"}, {"text": "j" * 40}])
     blocks = build_pretraining(path, None, 8, tiny_tokenizer, cache_dir=str(tmp_path / "cache"))
     whole = tiny_tokenizer(f"abc def{END}ghi{END}{'j' * 40}{END}").input_ids
     assert sum((blocks[i]["input_ids"] for i in range(len(blocks))), []) == whole[: len(whole) // 8 * 8]
     assert {len(blocks[i]["input_ids"]) for i in range(len(blocks))} == {8}
+    monkeypatch.setattr(stage_datasets, "CHUNK_ROWS", 2)  # what is left goes before the next ones
+    again = build_pretraining(path, None, 8, tiny_tokenizer, cache_dir=str(tmp_path / "other"))
+    assert [again[i] for i in range(len(again))] == [blocks[i] for i in range(len(blocks))]
     with pytest.raises(ValueError, match="--unsupervised_dataset_name .*less than one block of 4096"):
         build_pretraining(path, None, 4096, tiny_tokenizer, cache_dir=str(tmp_path / "cache"))
