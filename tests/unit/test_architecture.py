@@ -35,6 +35,16 @@ ROOMS = {
 ARROWS = ROOMS | dict.fromkeys(STEPS, tuple(ROOMS)) | {"serving": tuple(ROOMS), "tools": (*ROOMS, *STEPS)}
 MAX_FILE_LINES, AIM_FILE_LINES = 420, 400
 MAX_FUNCTION_LINES, AIM_FUNCTION_LINES = 90, 60
+# Amounts that a change may lower. One that raises a number says why in its commit.
+AMOUNTS = {
+    "statements": 0,
+    "statements that step 3 reaches": 0,
+    "files that step 3 reaches": 0,
+    "files that one file imports": 0,
+    "assignments `a, b = x, y`": 0,
+    "conditional expressions": 0,
+    "test lines per 100 lines of code": 0,
+}
 PEER_ENVIRONMENTS = Path("benchmarks/make_peer_env.sh")
 
 # What no file may name. The patterns are written so that this file does not match them itself.
@@ -220,6 +230,46 @@ def check_imported_libraries_are_required(tree: Tree) -> list[str]:
     return complaints
 
 
+def is_statement(node: ast.AST) -> bool:
+    """Whether the node is a statement other than a docstring."""
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return isinstance(node, ast.stmt) and not (is_text and isinstance(node.value.value, str))
+
+
+def is_double_assignment(node: ast.AST) -> bool:
+    sides = (node.targets[0], node.value) if isinstance(node, ast.Assign) else (None,)
+    return all(isinstance(side, ast.Tuple) for side in sides)
+
+
+def count_amounts(tree: Tree) -> dict[str, int]:
+    """The numbers of `AMOUNTS`, of all Python files that are no tests."""
+    code = {file: list(ast.walk(module)) for file, module in tree.modules.items() if file.parts[0] != "tests"}
+    file_of = {".".join(file.with_suffix("").parts).removesuffix(".__init__"): file for file in code}
+    imported: dict[Path, set[Path]] = {file: set() for file in code}
+    for file, _, name in tree.imports:
+        targets = {file_of.get(name), file_of.get(name.rpartition(".")[0])} - {None, file}
+        if file in imported:
+            imported[file] |= targets
+    reached, waiting = set(), {Path("step3_ppo/main.py")} & code.keys()
+    while waiting:
+        reached |= waiting
+        waiting = set().union(*(imported[file] for file in waiting)) - reached
+    statements = {file: sum(map(is_statement, nodes)) for file, nodes in code.items()}
+    nodes = [node for nodes in code.values() for node in nodes]
+    lines = {file: tree.text(file).count("\n") for file in tree.modules}
+    code_lines = sum(lines[file] for file in code)
+    counts = (
+        sum(statements.values()),
+        sum(statements[file] for file in reached),
+        len(reached),
+        max(map(len, imported.values())),
+        sum(map(is_double_assignment, nodes)),
+        sum(isinstance(node, ast.IfExp) for node in nodes),
+        round(100 * (sum(lines.values()) - code_lines) / max(code_lines, 1)),
+    )
+    return dict(zip(AMOUNTS, counts, strict=True))
+
+
 CHECKS = [value for name, value in sorted(globals().items()) if name.startswith("check_")]
 SOUND = {
     "requirements.txt": "torch>=2.13.0,<2.15\ntransformers~=5.23\n",
@@ -316,3 +366,19 @@ def test_report_what_is_above_the_aim():
     long = too_long(REPOSITORY, AIM_FILE_LINES, AIM_FUNCTION_LINES)
     if long:
         warnings.warn("above the aim, within the limit:\n  " + "\n  ".join(long), stacklevel=1)
+
+
+def test_amounts_do_not_grow():
+    counts = count_amounts(REPOSITORY)
+    assert {name: count for name, count in counts.items() if count > AMOUNTS[name]} == {}
+
+
+def test_amounts_by_hand(tmp_path: Path):
+    files = {
+        "step3_ppo/main.py": '"""Text."""\nfrom common import a\nif a.b:\n    c, d = 1, 2\n',
+        "common/a.py": "b = 1 if True else 0\n",
+        "step1_sft/main.py": "import common.a\nx, y = b\n",
+        "tests/test_a.py": "a, b = 1, 2\n" * 4,
+    }
+    counts = count_amounts(make_tree(tmp_path, files))
+    assert list(counts.values()) == [6, 4, 2, 1, 1, 1, round(100 * 4 / 7)]
