@@ -81,10 +81,11 @@ class Sampling:
 
 
 class TokenScore(NamedTuple):
-    """A token's log-probability after those before it, and the likeliest tokens there, with theirs."""
+    """A token's text and log-probability, and the likeliest texts there, with theirs."""
 
-    logprob: float
-    top: list[tuple[int, float]]
+    text: str
+    logprob: float | None  # None, and no `top`, of the very first token
+    top: list[tuple[str, float]] | None
 
 
 TextCallback = Callable[[int, str], bool]  # gets (number of the answer, its next text); True: no more of it
@@ -229,23 +230,26 @@ class Answerer:
 
     @torch.inference_mode()
     def score(self, token_ids: list[int], num_top: int) -> list[TokenScore]:
-        """Return T - 1 scores, of all tokens but the first, in fp32 at temperature 1; `num_top` below V.
+        """T scores in fp32 at temperature 1, each with the `num_top` (below V) likeliest tokens.
 
         Waits until other answers are done.
         """
-        ids, lengths = torch.tensor(token_ids), torch.tensor([len(token_ids)])
-        inputs, slots = build_model_inputs(ids, lengths, is_packed=False), torch.arange(len(ids) - 1)
-        inputs, slots = inputs.to(self.model.device, slots)
-        form, head = read_logit_transform(self.model.config), self.model.get_output_embeddings()
-        scores: list[TokenScore] = []
+        decode = self.tokenizer.decode
+        ids = torch.tensor(token_ids)
+        inputs = build_model_inputs(ids, torch.tensor([len(ids)]), is_packed=False)
+        inputs, slots = inputs.to(self.model.device, torch.arange(len(ids) - 1))
+        logits_of = read_logit_transform(self.model.config).transform
+        head = self.model.get_output_embeddings()
+        scores = [TokenScore(decode(token_ids[:1]), None, None)]
         with _device_lock:
-            hidden = compute_hidden(self.model, inputs)[slots].split(_POSITIONS_AT_A_TIME)  # (T - 1, H)
-            for states, expected in zip(hidden, ids[1:].split(_POSITIONS_AT_A_TIME), strict=True):
-                logprobs = form.transform(head(states).float())[:, : self.num_token_ids].log_softmax(-1).cpu()
-                own = logprobs.gather(1, expected.unsqueeze(1)).squeeze(1).tolist()
-                values, likeliest = (part.tolist() for part in logprobs.topk(num_top, dim=-1))
-                tops = [list(zip(*pair, strict=True)) for pair in zip(likeliest, values, strict=True)]
-                scores += map(TokenScore, own, tops)
+            hidden = compute_hidden(self.model, inputs)[slots]  # (T - 1, H)
+            for states in hidden.split(_POSITIONS_AT_A_TIME):
+                logprobs = logits_of(head(states).float())[:, : self.num_token_ids].log_softmax(-1).cpu()
+                for row in logprobs:
+                    token_id = token_ids[len(scores)]
+                    likeliest = row.topk(num_top).indices.tolist()
+                    top = [(decode([i]), float(row[i])) for i in likeliest]
+                    scores.append(TokenScore(decode([token_id]), float(row[token_id]), top))
         return scores
 
 

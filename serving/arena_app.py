@@ -3,12 +3,11 @@ and the API for programs.
 """
 
 import itertools
-import json
 import random
 import sys
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +18,7 @@ from starlette.staticfiles import StaticFiles
 
 from common.data.example import Message
 from common.ranks.failures import first_line, kind_and_line
+from common.runs.durable_files import json_line
 from serving.answering import Answerer, Sampling
 from serving.judgement_store import JudgementStore, Pair, win_rates
 from serving.openai_api import add_openai_routes
@@ -163,7 +163,16 @@ def create_app(
     @app.post("/api/pairs")
     def ask(body: NewPair) -> StreamingResponse:
         """Answer with lines of JSON, as they come: the pair, pieces of both answers, their ends."""
-        return StreamingResponse(_lines(arena, arena.ask(body)), media_type="application/x-ndjson")
+        pair = arena.ask(body)
+
+        def answer(emit: Emit, is_gone: threading.Event) -> None:
+            arena.answer(pair, lambda event: emit(json_line(event)), is_gone)
+
+        # A failure that could not be kept either.
+        lines = stream_from_thread(
+            answer, lambda error: json_line({"event": "failed", "message": first_line(error)})
+        )
+        return StreamingResponse(lines, media_type="application/x-ndjson")
 
     @app.get("/api/pairs/{pair_id}")
     def show(pair_id: str) -> dict[str, Any]:
@@ -184,11 +193,3 @@ def create_app(
     add_openai_routes(app, arena.models, arena.sampling)
     app.mount("/", StaticFiles(directory=_PAGE, html=True))
     return Guard(app, token, is_local=is_local, open_paths=_OPEN_PATHS)
-
-
-async def _lines(arena: BlindPairs, pair: Pair) -> AsyncIterator[str]:
-    try:
-        async for event in stream_from_thread(lambda emit, is_gone: arena.answer(pair, emit, is_gone)):
-            yield json.dumps(event, ensure_ascii=False) + "\n"
-    except Exception as error:  # what is told of a failure could not be kept either
-        yield json.dumps({"event": "failed", "message": first_line(error)}) + "\n"
