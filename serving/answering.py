@@ -120,7 +120,7 @@ class Answerer:
         self._next_sample_id = secrets.randbits(_SAMPLE_ID_BITS) if seed is None else 0
 
     def answer(self, messages: Sequence[Message], *, on_text: TextCallback | None = None) -> list[str]:
-        """Return N answers to a conversation.
+        """N answers to a conversation.
 
         A prompt that is too long is shortened (see `Template.shorten`) or cut. An answer has fewer than
         max_new_tokens tokens where the model's positions leave no room for them. `on_text`: see `respond`.
@@ -138,7 +138,7 @@ class Answerer:
         keeps_space: bool = False,
         on_text: TextCallback | None = None,
     ) -> list[Answer]:
-        """Return N answers to a prompt, which must leave room for one token (see `why_too_long`).
+        """N answers to a prompt, which must leave room for one token (see `why_too_long`).
 
         An answer loses the white space around it unless it `keeps_space`. `on_text` gets the answers' texts
         piece by piece; put together they are the answers. Waits until other answers are done.
@@ -220,7 +220,7 @@ class Answerer:
             )
 
     def why_too_long(self, prompt_ids: list[int]) -> str:
-        """Return why a prompt leaves no room for an answer, empty when it does."""
+        """Why a prompt leaves no room for an answer; empty when it does."""
         if len(prompt_ids) < self.max_length:
             return ""
         return (
@@ -264,9 +264,9 @@ def read_prompts(
         ValueError: --data_path is no data set, or has no prompt.
     """
     source = load_source(data_path)
-    rows, num_found = source.train, 1
-    while num_found:
-        num_found = 0
+    rows = source.train
+    while True:
+        num_prompts = 0
         order = generator.sample(range(len(rows)), len(rows)) if generator else range(len(rows))
         for index in order:
             try:
@@ -275,11 +275,12 @@ def read_prompts(
             except BadRow:
                 continue
             if prompt := next((example.prompt for example in examples if example.prompt), None):
-                num_found += 1
+                num_prompts += 1
                 yield prompt, rows.row_id(index, row)
-        if num_found and generator is None:
+        if not num_prompts:
+            raise ValueError(f"--data_path {source.name} has no prompts; give a data set of questions")
+        if generator is None:
             return
-    raise ValueError(f"--data_path {source.name} has no prompts; give a data set of questions")
 
 
 def load_template(
@@ -291,8 +292,8 @@ def load_template(
     trained_path: str = "",
     is_ranker: bool = False,
 ) -> Template | None:
-    """Return the form that the model of `path` is asked in, or None after adding why it cannot answer, or as
-    a ranker score.
+    """The form that the model of `path` is asked in, or None after adding why it cannot answer (as a
+    ranker: score).
 
     That is --template, or else what the model of `trained_path` (empty: of `path`) was trained with.
     """
@@ -319,7 +320,7 @@ def load_template(
 def load_answerer(
     path: str, template: Template, args: AnsweringArguments, sampling: Sampling, *, seed: int | None = None
 ) -> Answerer:
-    """Return the model of `path`, ready to answer. Raises ValueError when its weights cannot be loaded."""
+    """The model of `path`, ready to answer. Raises ValueError when its weights cannot be loaded."""
     base = base_of(path)
     options = ModelOptions(
         base,
@@ -337,7 +338,7 @@ def load_answerer(
 
 
 def merge_adapter(model: PreTrainedModel, path: str) -> PreTrainedModel:
-    """Return the model with an adapter in its weights; pickled adapters are not read.
+    """The model with an adapter in its weights; pickled adapters are not read.
 
     Raises ValueError when it is no LoRA adapter, or not one of this model.
     """

@@ -1,6 +1,4 @@
-"""The arena: two models answer a prompt without their names, a person judges, then names are told; its page,
-and the API for programs.
-"""
+"""The arena: blind pairs of answers that a person judges before seeing the models' names; page and API."""
 
 import itertools
 import random
@@ -60,7 +58,7 @@ class BlindPairs:
     # ---- asking
 
     def ask(self, asked: NewPair) -> Pair:
-        """Return a new pair, whose answers follow."""
+        """A new pair, whose answers follow."""
         if asked.draw:
             if self.prompts is None:
                 raise Refused(422, "the server was started without --data_path: there are no prompts to draw")
@@ -80,7 +78,7 @@ class BlindPairs:
         return self._create(prompt, "follow-up", [before.model_a, before.model_b])
 
     def _choose_models(self) -> list[str]:
-        """Return two models, of those that have met least often."""
+        """Two models, of those that have met least often."""
         if len(self.models) < 2:
             raise Refused(422, "the server has one model only, which cannot be compared; start it with two")
         met = self.store.num_answered_by_models()
@@ -104,9 +102,9 @@ class BlindPairs:
     # ---- answering
 
     def answer(self, pair: Pair, emit: Emit, is_gone: threading.Event) -> None:
-        """Let both models answer, one after the other, and tell all of it; stop when nobody listens any more.
+        """Let both models answer, one after the other, and emit all of it; stop when nobody listens any more.
 
-        An answer is kept as soon as it is whole. Whatever goes wrong with a model is told and kept, too.
+        An answer is kept as soon as it is whole. Errors of a model are shown and kept, too.
         """
         emit({"event": "pair"} | self.view(pair))
         for side, name in (("a", pair.model_a), ("b", pair.model_b)):
@@ -134,7 +132,7 @@ class BlindPairs:
     # ---- judging
 
     def view(self, pair: Pair) -> dict[str, Any]:
-        """Return what a page may know of a pair: names only after it was judged."""
+        """A pair as the page may see it: names only after it was judged."""
         shown = {
             "id": pair.id,
             "prompt": [message.as_dict() for message in pair.prompt],
@@ -149,7 +147,7 @@ class BlindPairs:
 def create_app(
     arena: BlindPairs, *, max_request_bytes: int, token: str = "", is_local: bool = False
 ) -> Guard:
-    """Return the application; with a token all but the empty page needs it, as Authorization: Bearer TOKEN.
+    """The application; with a token all but the empty page needs it, as Authorization: Bearer TOKEN.
 
     `is_local`: see Guard.
     """
@@ -157,7 +155,7 @@ def create_app(
 
     @app.get("/api/state")
     def state() -> dict[str, Any]:
-        """Return what the page needs to begin."""
+        """What the page needs to begin."""
         return {"has_prompts": arena.prompts is not None, "num_models": len(arena.models)}
 
     @app.post("/api/pairs")
@@ -176,7 +174,7 @@ def create_app(
 
     @app.get("/api/pairs/{pair_id}")
     def show(pair_id: str) -> dict[str, Any]:
-        """Return a pair; its names only when it was judged."""
+        """A pair; its names only when it was judged."""
         return arena.view(arena.store.get(pair_id))
 
     @app.post("/api/judgements")
@@ -186,7 +184,7 @@ def create_app(
 
     @app.get("/api/results")
     def results() -> dict[str, Any]:
-        """Return what all judgements in the database amount to."""
+        """Counts and win rates of all judgements in the database."""
         pairs = arena.store.judged()
         return {"choices": Counter(pair.choice for pair in pairs)} | win_rates(pairs)
 

@@ -68,12 +68,12 @@ class ScoreRequest:
 
 
 def create_app(scorer: RewardScorer, args: ServeArguments, *, token: str = "") -> Guard:
-    """Return the web application of a scorer; with a token it answers no request without."""
+    """The web application of a scorer; with a token it answers no request without."""
     app = build_app(args.max_request_bytes)
 
     @app.post("/score")
     def score(body: ScoreRequest) -> dict[str, list[float]]:
-        """Return a score for each response."""
+        """A score for each response."""
         num_rows, num_responses = len(body.prompts), len(body.responses)
         if num_rows != num_responses:
             detail = f"{num_rows} prompts but {num_responses} responses; send one prompt for each response"
@@ -92,14 +92,14 @@ def create_app(scorer: RewardScorer, args: ServeArguments, *, token: str = "") -
 
     @app.get("/health")
     def health() -> dict[str, Any]:
-        """Return what is served."""
+        """Facts about the served model."""
         return scorer.facts
 
     return Guard(app, token)
 
 
 def load_scorer(args: ServeArguments, template: Template) -> RewardScorer:
-    """Return the scorer of the model of --model_name_or_path. Raises ValueError."""
+    """The scorer of the model of --model_name_or_path. Raises ValueError."""
     name, tokenizer = args.model_name_or_path, template.tokenizer
     model = load_frozen_value_model(name, tokenizer, args)
     metadata = read_metadata(name)
@@ -115,7 +115,7 @@ def load_scorer(args: ServeArguments, template: Template) -> RewardScorer:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Check, load, serve until Ctrl-C; `argv`: words in place of this process's."""
+    """Check, load, serve until Ctrl-C; `argv` defaults to sys.argv[1:]."""
     problems = Problems()
     args = parse_args(ServeArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     token = server_token(args.token_file, problems)

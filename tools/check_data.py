@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def check_flags(args: Any, options: DataOptions, problems: Problems) -> Template:
-    """Return the template when all flags are right, else leave with all that are not."""
+    """The template when all flags are right, else leave with all that are not."""
     import_plugins(args.plugins, problems)
     for problem in options.problems():
         problems.add(problem)
@@ -102,7 +102,7 @@ def check_flags(args: Any, options: DataOptions, problems: Problems) -> Template
 
 
 def build_source(options: DataOptions, template: Template) -> StageData:
-    """Return the rows of a data set. Raises ValueError: the step could not use it."""
+    """The rows of a data set. Raises ValueError: the step could not use it."""
     found = check_sources(options, template.tokenizer)
     if found:
         raise ValueError("\n".join(found))
@@ -127,7 +127,7 @@ def show_source(data: StageData, options: DataOptions, num_samples: int, templat
 
 
 def part_lengths(row: dict[str, Any]) -> dict[str, int]:
-    """Return the tokens of each part of a row of any step; the last is what a batch is as wide as."""
+    """The tokens of each part of a row of any step; the last is what a batch is as wide as."""
     if "prompt_ids" in row:
         return {"prompt": len(row["prompt_ids"])}
     if "input_ids" in row:
@@ -146,7 +146,7 @@ def part_lengths(row: dict[str, Any]) -> dict[str, int]:
 
 
 def length_lines(table: TokenTable) -> list[str]:
-    """Return a table of the parts of MAX_MEASURED rows at most, then the last of them as a histogram."""
+    """A table of the parts of MAX_MEASURED rows at most, then the last of them as a histogram."""
     rows = [part_lengths(table[i]) for i in range(0, len(table), -(-len(table) // MAX_MEASURED))]
     lines = [f"{'tokens':<12}" + "".join(f"{name:>9}" for name in ("min", "median", "p95", "max"))]
     for name in rows[0]:
@@ -167,7 +167,7 @@ def length_lines(table: TokenTable) -> list[str]:
 
 
 def sample_lines(row: dict[str, Any], options: DataOptions, template: Template) -> list[Text]:
-    """Return a row's name and lengths, then its text behind a margin: of a pair what both share, once, then
+    """A row's name and lengths, then its text behind a margin: of a pair what both share, once, then
     the answers, of a rated answer its prompt and then itself; then the fields of a prompt.
     """
     parts = part_lengths(row)
@@ -198,7 +198,7 @@ def sample_lines(row: dict[str, Any], options: DataOptions, template: Template) 
 def spans_of(
     ids: list[int], loss_mask: list[bool], template: Template, *, start: int = 0, style: str = LEARNED
 ) -> list[Span]:
-    """Return the tokens from `start` on as spans of one style each; `style` is that of scored ones.
+    """The tokens from `start` on as spans of one style each; `style` is that of scored ones.
 
     A span's text is what its tokens add to the text of all before them: decoded alone, the tokens of some
     tokenizers lose the space at their start.
@@ -230,7 +230,7 @@ def show(spans: list[Span]) -> Text:
 
 
 def shorten(text: str) -> str:
-    """Return the beginning and the end of a text of more than MAX_SHOWN characters."""
+    """The beginning and the end of a text of more than MAX_SHOWN characters."""
     hidden = len(text) - MAX_SHOWN
     if hidden <= 0:
         return text

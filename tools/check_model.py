@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def check_flags(args: CheckModelArguments, problems: Problems) -> PreTrainedTokenizerFast:
-    """Return the tokenizer, or leave with all that is wrong."""
+    """The tokenizer, or leave with all that is wrong."""
     import_plugins(args.plugins, problems)
     config = startup.check_model("--path", args.path, args, problems)
     tokenizer = startup.check_tokenizer("--path", args.path, args, problems) if config else None
@@ -167,12 +167,12 @@ def build_rows(tokenizer: PreTrainedTokenizerFast) -> Rows:
 
 
 def tolerance_of(dtype: torch.dtype, largest: float) -> float:
-    """Return how far apart numbers up to `largest` may be that are computed in different orders."""
+    """How far apart numbers up to `largest` may be that are computed in different orders."""
     return RELATIVE[dtype] * max(largest, 1.0)
 
 
 def compare(name: str, own: torch.Tensor, expected: torch.Tensor, tolerance: float, why: str) -> Finding:
-    """Return the finding on two tensors of one shape; NaN in either is a failure. `why` it matters."""
+    """The finding on two tensors of one shape; NaN in either is a failure. `why` it matters."""
     difference = float((own.double() - expected.double().to(own.device)).abs().max())
     text = f"largest difference {difference:.1e}, at most {tolerance:.1e}  ({why})"
     return Finding(name, text, difference <= tolerance)
@@ -233,7 +233,7 @@ def check_generation(
 
 
 def likeliest_finding(gaps: torch.Tensor, tie: float) -> Finding:
-    """Return whether each token of greedy texts is transformers' likeliest; `gaps` (N,) is what their logits
+    """Whether each token of greedy texts is transformers' likeliest; `gaps` (N,) is what their logits
     lack to the largest, and less than `tie` is a tie.
     """
     num_right = int((gaps < tie).sum())  # NaN is no tie

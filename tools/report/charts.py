@@ -58,7 +58,7 @@ def is_noisy(values: Sequence[float]) -> bool:
 
 
 def join_on_steps(curves: Mapping[str, Curve], x: str, y: str) -> Curve:
-    """Return the values of `y` over those of `x` at the steps that have both; none where one is missing."""
+    """The values of `y` over those of `x` at the steps that have both; none where one is missing."""
     if x not in curves or y not in curves:
         return Curve([], [])
     of_x = dict(zip(curves[x].steps, curves[x].values, strict=True))
@@ -68,7 +68,7 @@ def join_on_steps(curves: Mapping[str, Curve], x: str, y: str) -> Curve:
 
 
 def spread(items: Sequence[Any], most: int) -> list[Any]:
-    """Return at most `most` items, evenly spread, the first and the last among them."""
+    """At most `most` items, evenly spread, the first and the last among them."""
     indexes = numpy.linspace(0, len(items) - 1, min(most, len(items))).round()
     return [items[int(index)] for index in indexes]
 
@@ -129,7 +129,7 @@ def render_svg(
     x_name: str = "step",
     draw: Callable[[Axes, Curve, str], None] = draw_curve,
 ) -> str:
-    """Return a panel as an <svg> to stand in a page; `label` is what a screen reader says.
+    """A panel as an <svg> to stand in a page; `label` is what a screen reader says.
 
     Invisible circles with titles tell the numbers of points under the pointer: no script is needed.
     """
@@ -165,7 +165,7 @@ def _wrap(names: Sequence[str], width: int) -> list[list[tuple[int, str]]]:
 
 
 def render_picture(panels: Mapping[str, Mapping[str, Curve]], x_name: str = "step") -> str:
-    """Return {title: {name: curve}} as an SVG file: two columns of panels, in the colors of the page.
+    """{title: {name: curve}} as an SVG file: two columns of panels, in the colors of the page.
 
     Names stand in their colors under the title of their panel, on as many lines as they need.
     """

@@ -25,7 +25,7 @@ DIAGNOSTICS: list[Diagnostic] = LAYOUT["anywhere"] + HACKING
 
 
 def find_diagnostics(curves: Curves) -> list[tuple[Diagnostic, str]]:
-    """Return each diagnostic whose metrics have enough steps, with what is seen of it, "" for nothing."""
+    """Each diagnostic whose metrics have enough steps, with what is seen of it, "" for nothing."""
     found = []
     for one in DIAGNOSTICS:
         min_steps = MIN_STEPS if one in HACKING else 1
@@ -64,7 +64,7 @@ def numbers_of(curves: Curves) -> dict[str, Any]:
 
 
 def early_and_late(curve: Curve) -> tuple[float, float]:
-    """Return the means of the first and of the last fifth of the values, five values at least."""
+    """The means of the first and of the last fifth of the values, five values at least."""
     width = max(len(curve.values) // 5, 5)
     return fmean(curve.values[:width]), fmean(curve.values[-width:])
 

@@ -42,7 +42,7 @@ def write_report(folders: Sequence[Path], output: Path) -> tuple[list[RunFiles],
 
 
 def build_page(runs: Sequence[RunFiles], problems: Sequence[str] = ()) -> str:
-    """Return the report on these runs as HTML; `problems` are of folders that are not shown."""
+    """The report on these runs as HTML; `problems` are of folders that are not shown."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -69,7 +69,7 @@ def build_page(runs: Sequence[RunFiles], problems: Sequence[str] = ()) -> str:
 
 
 def _build_panels(runs: Sequence[RunFiles], metrics: Sequence[str]) -> dict[str, Any]:
-    """Return the panels of the page's sections; `rest` are those of no other, by group."""
+    """The panels of the page's sections; `rest` are those of no other, by group."""
     overview, hacking = LAYOUT["panels"]["overview"], LAYOUT["panels"]["hacking"]
     histograms = [panel for one in LAYOUT["histograms"] if (panel := build_histogram(runs, one))]
     drawn = overview + hacking + [name for one in LAYOUT["histograms"] for name in one["metrics"]]
@@ -90,7 +90,7 @@ def _build_panels(runs: Sequence[RunFiles], metrics: Sequence[str]) -> dict[str,
 
 
 def build_panel(runs: Sequence[RunFiles], name: str) -> Panel:
-    """Return the panel of a metric, with the curves of all runs that have it."""
+    """The panel of a metric, with the curves of all runs that have it."""
     curves = [(i, run.name, run.curves[name]) for i, run in enumerate(runs) if name in run.curves]
     return {
         "title": name,
@@ -101,7 +101,7 @@ def build_panel(runs: Sequence[RunFiles], name: str) -> Panel:
 
 
 def build_trail(runs: Sequence[RunFiles], trail: dict[str, str]) -> Panel | None:
-    """Return the panel of the score against a metric, a point a step by time; None without points."""
+    """The panel of the score against a metric, a point a step by time; None without points."""
     joined = [(i, r.name, join_on_steps(r.curves, trail["x"], "objective/score")) for i, r in enumerate(runs)]
     curves = [(i, name, curve) for i, name, curve in joined if len(curve.steps) > 1]
     if not curves:
@@ -111,7 +111,7 @@ def build_trail(runs: Sequence[RunFiles], trail: dict[str, str]) -> Panel | None
 
 
 def build_histogram(runs: Sequence[RunFiles], histogram: dict[str, Any]) -> Panel | None:
-    """Return the panel of metrics that are shares, a bar each, at the last step; None without them."""
+    """The panel of metrics that are shares, a bar each, at the last step; None without them."""
     names = histogram["metrics"]
     places = list(range(1, len(names) + 1))
     curves = [
@@ -139,7 +139,7 @@ def as_duration(seconds: float) -> str:
 
 
 def find_phases(run: RunFiles) -> dict[str, float]:
-    """Return the seconds of each phase, all of the run's clock together; phases without any are left out.
+    """The seconds of each phase, all of the run's clock together; phases without any are left out.
 
     A phase is any perf/PHASE_seconds but those of whole steps; "outside steps" is what no step counted: the
     start, data, exports.
@@ -158,14 +158,14 @@ def find_phases(run: RunFiles) -> dict[str, float]:
 
 
 def differing_flags(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
-    """Return {flag: its value in each run, or None} of those that are not the same in all runs."""
+    """{flag: its value in each run, or None} of those that are not the same in all runs."""
     names = sorted({name for run in runs for name in run.flags} - NOT_COMPARED)
     values = {name: [run.flags.get(name) for run in runs] for name in names}
     return {name: of for name, of in values.items() if any(value != of[0] for value in of)}
 
 
 def fact_rows(columns: Mapping[str, Facts]) -> list[tuple[str, list[str]]]:
-    """Return each fact's name and its text in every column, a dash where it has none."""
+    """Each fact's name and its text in every column, a dash where it has none."""
     names = dict.fromkeys(name for facts in columns.values() for name in facts)
     return [(name, [facts.get(name, "–") for facts in columns.values()]) for name in names]
 

@@ -35,7 +35,7 @@ class Answer:
 
 
 def find_changes(before: str, after: str) -> Changes:
-    """Return the parts of both texts in order: without `gone` they are `after`, without `new` `before`.
+    """The parts of both texts in order: without `gone` they are `after`, without `new` `before`.
 
     Texts that have hardly a word in common give `after` alone, as new.
     """
@@ -54,7 +54,7 @@ def find_changes(before: str, after: str) -> Changes:
 
 
 def group_answers(runs: Sequence[RunFiles]) -> dict[str, list[Answer]]:
-    """Return {prompt: its answers}, by step, then by run."""
+    """{prompt: its answers}, by step, then by run."""
     groups: dict[str, list[Answer]] = {}
     for number, run in enumerate(runs):
         seen: Counter[tuple[str, int]] = Counter()
@@ -107,6 +107,6 @@ def _build_card(prompt: str, answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def cut(text: str, most: int = MAX_CHARACTERS) -> str:
-    """Return the text without space around it, its end replaced by a count where it is too long."""
+    """The text without space around it, its end replaced by a count where it is too long."""
     text = text.strip()
     return text if len(text) <= most else f"{text[:most]} [... {len(text) - most:,} characters]"
