@@ -32,7 +32,7 @@ class Curve:
 
 @dataclass
 class RunFiles:
-    """What a run's folder says."""
+    """The contents of a run's folder."""
 
     folder: Path
     name: str
@@ -63,7 +63,7 @@ class RunFiles:
 
     @property
     def kind(self) -> str:
-        """Return `sft`, `reward`, `dpo`, `kto`, `ppo` or ``, by the groups of the metrics."""
+        """`sft`, `reward`, `dpo`, `kto`, `ppo` or ``, by the groups of the metrics."""
         groups = {name.split("/")[0] for name in self.curves}
         return next((kind for group, kind in KINDS.items() if group in groups), "")
 
@@ -76,7 +76,7 @@ class RunFiles:
 
 
 def read_run(folder: Path, name: str = "") -> RunFiles:
-    """Return what can be read of a run's folder. Raises ValueError when it has nothing of one."""
+    """All that can be read of a run's folder. Raises ValueError when it has nothing of one."""
     if not (folder / METRICS).is_file() and not (folder / ARGS_FILE).is_file():
         if not folder.exists():
             raise ValueError(f"{folder} does not exist")
@@ -144,6 +144,6 @@ def read_rows(path: Path, notes: list[str]) -> list[Row]:
         elif row is not None:
             torn.append(number)
     if torn:
-        told = ", ".join(map(str, torn[:3])) + (", ..." if len(torn) > 3 else "")
-        notes.append(f"{path.name}: torn lines are left out (line {told})")
+        numbers = ", ".join(map(str, torn[:3])) + (", ..." if len(torn) > 3 else "")
+        notes.append(f"{path.name}: torn lines are left out (line {numbers})")
     return rows
