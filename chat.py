@@ -78,7 +78,8 @@ def interruptible() -> Iterator[threading.Event]:
 
     A second Ctrl-C, before the answer has ended, does what one did before the block: it leaves the program.
     """
-    is_interrupted, before = threading.Event(), signal.getsignal(signal.SIGINT)
+    is_interrupted = threading.Event()
+    before = signal.getsignal(signal.SIGINT)
 
     def interrupt(*_: Any) -> None:
         is_interrupted.set()

@@ -109,7 +109,9 @@ class Answerer:
         use_cuda_graphs: bool = True,
     ) -> None:
         """Without `seed` other random numbers are used every time."""
-        self.model, self.template, self.tokenizer = model, template, template.tokenizer
+        self.model = model
+        self.template = template
+        self.tokenizer = template.tokenizer
         self.num_token_ids = num_token_ids(self.tokenizer)
         self.max_length, _ = length_limit(model.config, _ENDLESS_POSITIONS)
         num_new = max(min(sampling.max_new_tokens, self.max_length - _MIN_PROMPT_TOKENS), 1)
@@ -159,11 +161,10 @@ class Answerer:
         return [stream.finish() for stream in streams]
 
     def _generate(self, prompt_ids: list[int], sampling: Sampling, streams: list[TextStream]) -> None:
-        tokenizer, num_answers = self.tokenizer, sampling.num_answers
         options = SamplingOptions(
             max_new_tokens=self.sampling.max_new_tokens,
-            stop_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            stop_token_id=self.tokenizer.eos_token_id,
+            pad_token_id=self.tokenizer.pad_token_id,
             num_valid_tokens=self.num_token_ids,
             temperature=sampling.temperature or 1.0,
             top_k=sampling.top_k,
@@ -173,19 +174,20 @@ class Answerer:
         )
         first = 0
         if sampling.seed is None:
-            first, self._next_sample_id = self._next_sample_id, self._next_sample_id + num_answers
+            first = self._next_sample_id
+            self._next_sample_id += sampling.num_answers
         # A longer conversation needs a larger block: its size doubles, so that few turns have to make one.
         doubled = 1 << (len(prompt_ids) + options.max_new_tokens - 1).bit_length()
         self._generator.max_length = min(doubled, self.max_length)
         limit = min(sampling.max_new_tokens, options.max_new_tokens, self.max_length - len(prompt_ids))
         ids = torch.tensor([prompt_ids], device=distributed.device())
-        sample_ids = torch.arange(first, first + num_answers, device=ids.device)
+        sample_ids = torch.arange(first, first + sampling.num_answers, device=ids.device)
         self._generator.generate(
             ids,
             torch.ones_like(ids, dtype=torch.bool),
             sample_ids,
             options,
-            num_samples=num_answers,
+            num_samples=sampling.num_answers,
             limits=torch.full_like(sample_ids, limit),
             on_tokens=lambda number, token_ids: streams[number].add(token_ids),
         )

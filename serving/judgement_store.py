@@ -213,29 +213,36 @@ def export_pairs(store: JudgementStore, target: Path, *, as_labels: bool = False
     counts: Counter[str] = Counter()
     lines = []
     for pair in store.judged():
-        a, b = (pair.answer_a or "", pair.model_a), (pair.answer_b or "", pair.model_b)
-        (chosen, chosen_model), (rejected, rejected_model) = (b, a) if pair.choice == "b" else (a, b)
-        is_both_bad = pair.choice == "both_bad"
-        reason = "ties" if pair.choice == "tie" else "written"
-        if is_both_bad and not as_labels:
-            reason = "both bad"
-        elif reason == "written" and not (chosen.strip() and rejected.strip()):
-            reason = "with an empty answer"
-        elif reason == "written" and chosen.strip() == rejected.strip():
-            reason = "with two equal answers"
-        counts[reason] += 1
-        if reason != "written":
+        reason = _why_left_out(pair, as_labels)
+        counts[reason or "written"] += 1
+        if reason:
             continue
+        answers = [(pair.answer_a, pair.model_a), (pair.answer_b, pair.model_b)]
+        if pair.choice == "b":
+            answers.reverse()
+        (chosen, chosen_model), (rejected, rejected_model) = answers
         rows: list[dict[str, Any]] = [
             {"chosen": chosen, "rejected": rejected}
             | {"chosen_model": chosen_model, "rejected_model": rejected_model}
         ]
         if as_labels:
             rows = [
-                {"completion": chosen, "label": not is_both_bad, "model": chosen_model},
+                {"completion": chosen, "label": pair.choice != "both_bad", "model": chosen_model},
                 {"completion": rejected, "label": False, "model": rejected_model},
             ]
         prompt = [message.as_dict() for message in pair.prompt]
         lines += [json_line({"prompt": prompt} | row) for row in rows]
     write_file(target, "".join(lines))
     return counts
+
+
+def _why_left_out(pair: Pair, as_labels: bool) -> str:
+    """Why a judged pair is not exported, "" if it is."""
+    texts = {(pair.answer_a or "").strip(), (pair.answer_b or "").strip()}
+    if pair.choice == "tie":
+        return "ties"
+    if pair.choice == "both_bad" and not as_labels:
+        return "both bad"
+    if "" in texts:
+        return "with an empty answer"
+    return "with two equal answers" if len(texts) == 1 else ""

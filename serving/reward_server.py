@@ -74,10 +74,10 @@ def create_app(scorer: RewardScorer, args: ServeArguments, *, token: str = "") -
     @app.post("/score")
     def score(body: ScoreRequest) -> dict[str, list[float]]:
         """A score for each response."""
-        num_rows, num_responses = len(body.prompts), len(body.responses)
-        if num_rows != num_responses:
-            detail = f"{num_rows} prompts but {num_responses} responses; send one prompt for each response"
-            raise Refused(422, detail)
+        num_rows = len(body.prompts)
+        if num_rows != len(body.responses):
+            counts = f"{num_rows} prompts but {len(body.responses)} responses"
+            raise Refused(422, f"{counts}; send one prompt for each response")
         if num_rows > args.max_request_rows:
             limit = f"--max_request_rows {args.max_request_rows}"
             raise Refused(413, f"{num_rows} rows are more than {limit}; send smaller batches")
@@ -100,13 +100,13 @@ def create_app(scorer: RewardScorer, args: ServeArguments, *, token: str = "") -
 
 def load_scorer(args: ServeArguments, template: Template) -> RewardScorer:
     """The scorer of the model of --model_name_or_path. Raises ValueError."""
-    name, tokenizer = args.model_name_or_path, template.tokenizer
-    model = load_frozen_value_model(name, tokenizer, args)
+    name = args.model_name_or_path
+    model = load_frozen_value_model(name, template.tokenizer, args)
     metadata = read_metadata(name)
     facts = {"name": name, "step": metadata.get("step"), "template": metadata.get("template")}
     return RewardScorer(
         model,
-        tokenizer,
+        template.tokenizer,
         batch_size=args.batch_size,
         max_tokens=args.max_seq_len,
         closing_ids=closing_of(name, template),

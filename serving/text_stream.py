@@ -33,7 +33,10 @@ class TextStream:
         on_text: Callable[[str], bool] | None = None,
     ) -> None:
         """`on_text` returns whether no more text is wanted."""
-        self.tokenizer, self.stop, self.keeps_space, self.on_text = tokenizer, stop, keeps_space, on_text
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.keeps_space = keeps_space
+        self.on_text = on_text
         self.token_ids: list[int] = []
         self.text = ""
         self.is_stopped = False  # one of `stop` was found: no more tokens are wanted
@@ -49,7 +52,9 @@ class TextStream:
         """Give out the rest; the whole answer."""
         self._give(self._decode(self.token_ids), is_whole=True)
         is_finished = self.is_stopped or self.token_ids[-1:] == [self.tokenizer.eos_token_id]
-        reason = "cancelled" if self.is_cancelled else "stop" if is_finished else "length"
+        reason = "stop" if is_finished else "length"
+        if self.is_cancelled:
+            reason = "cancelled"
         return Answer(self.text, self.token_ids, reason)
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -63,7 +68,8 @@ class TextStream:
             return
         stops = [index for index in map(text.find, self.stop) if index >= 0]
         if stops:
-            self.is_stopped, text = True, text[: min(stops)]
+            self.is_stopped = True
+            text = text[: min(stops)]
         elif not is_whole:
             text = text[: len(text) - self._num_awaiting_stop(text)]
         if not self.keeps_space:
