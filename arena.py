@@ -70,10 +70,10 @@ def export(argv: list[str]) -> None:
     problems.exit_if_any()
     with startup.as_problem(problems):
         counts = export_pairs(JudgementStore(Path(args.db)), target, as_labels=args.labels)
-    left_out = ", ".join(
-        f"{count} {reason}" for reason, count in sorted(counts.items()) if reason != "written"
-    )
-    print(f"{counts['written']} pairs written to {target}" + (f"; left out: {left_out}" if left_out else ""))
+    message = f"{counts.pop('written', 0)} pairs written to {target}"
+    if counts:
+        message += "; left out: " + ", ".join(f"{counts[reason]} {reason}" for reason in sorted(counts))
+    print(message)
 
 
 def serve(argv: list[str]) -> None:
@@ -92,9 +92,9 @@ def serve(argv: list[str]) -> None:
     )
     prompts = None
     if args.data_path:
-        found = read_prompts(args.data_path, random.Random())
+        rows = read_prompts(args.data_path, random.Random())
         with problems.catch():
-            prompts = itertools.chain([next(found)], found)
+            prompts = itertools.chain([next(rows)], rows)
     templates = {name: load_template("--models", path, args, problems) for name, path in paths.items()}
     problems.exit_if_any()
     startup.print_notes(args, argv)
@@ -116,21 +116,21 @@ def serve(argv: list[str]) -> None:
 
 
 def _named_paths(words: list[str], problems: Problems) -> dict[str, str]:
-    """Return {name: path} of the models, in order; a path without a name is its own."""
-    found: dict[str, str] = {}
+    """Paths of the models by name, in order; a path without a name is its own."""
+    paths: dict[str, str] = {}
     for word in words:
         name, _, path = word.partition("=")
         if not path or Path(word).exists():
             name = path = word
         problems.check(bool(name), f"--models {word}: a name is missing before the =")
-        problems.check(name not in found, f"--models names {name} twice; tell them apart by NAME=PATH")
-        found[name] = path
-    problems.check(bool(found), "no model is given: arena.py SFT PPO, each PATH or NAME=PATH")
-    return found
+        problems.check(name not in paths, f"--models names {name} twice; tell them apart by NAME=PATH")
+        paths[name] = path
+    problems.check(bool(paths), "no model is given: arena.py SFT PPO, each PATH or NAME=PATH")
+    return paths
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve, or export what was judged; `argv`: words in place of this process's."""
+    """Serve, or export what was judged; `argv` defaults to sys.argv[1:]."""
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["export"]:
         export(words[1:])

@@ -11,11 +11,9 @@ an answer, /help shows the commands.
 import contextlib
 import dataclasses
 import functools
-import json
 import signal
 import sys
 import threading
-import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +30,7 @@ from common.models.value_model import has_saved_head
 from common.programs import startup
 from common.programs.conversation_form import closing_of
 from common.programs.reward_scorer import RewardScorer, load_frozen_value_model
-from common.runs.durable_files import write_file
+from common.runs.durable_files import json_line
 from serving.answering import (
     Answerer,
     Sampling,
@@ -40,6 +38,7 @@ from serving.answering import (
     load_answerer,
     load_template,
 )
+from tools.terminal import visible
 
 HELP = """\
 /reset            forget what was said (also: clear)
@@ -51,9 +50,6 @@ HELP = """\
 //...              a message that begins with a /
 Ctrl-C ends an answer, and leaves where none is being given."""
 LEAVE = ("/quit", "/exit")
-# They turn text around: what is shown would not be what was said.
-_TURNING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-_SHOWN_INSTEAD = "\ufffd"
 
 
 @dataclass
@@ -68,15 +64,12 @@ class ChatArguments(SamplingArguments):
     seed: int = flag(1234, "seed of the sampling", low=-(2**32), high=2**32)
 
 
-# ---- what a terminal shows
+# ---- display
 
 
 def printable(text: str) -> str:
-    """Return the text without what a terminal would obey: escape sequences, carriage returns, bells."""
-    return "".join(
-        _SHOWN_INSTEAD if c in _TURNING or (unicodedata.category(c) == "Cc" and c not in "\n\t") else c
-        for c in text
-    )
+    """The text, but line breaks and tabs, without control characters: a model must not steer the terminal."""
+    return visible(text, kept="\n\t")
 
 
 @contextlib.contextmanager
@@ -85,7 +78,8 @@ def interruptible() -> Iterator[threading.Event]:
 
     A second Ctrl-C, before the answer has ended, does what one did before the block: it leaves the program.
     """
-    is_interrupted, before = threading.Event(), signal.getsignal(signal.SIGINT)
+    is_interrupted = threading.Event()
+    before = signal.getsignal(signal.SIGINT)
 
     def interrupt(*_: Any) -> None:
         is_interrupted.set()
@@ -134,7 +128,7 @@ class SideBySide(Live):
         return table
 
 
-# ---- what is said
+# ---- conversations
 
 
 @dataclass
@@ -159,7 +153,7 @@ class Session:
     system: str
 
     def whole(self, said: list[Message]) -> list[Message]:
-        """Return what was said behind the system message."""
+        """The system message, and what was said after it."""
         return [Message("system", self.system), *said] if self.system else said
 
     def set_temperature(self, text: str) -> str:
@@ -176,26 +170,24 @@ class Session:
         return f"temperature {temperature:g}"
 
     def save(self, name: str) -> str:
-        """Write every conversation as a line of JSON to a file that is not there yet."""
+        """Write every conversation as a line of JSON to a new file."""
         if not self.conversations[0].said:
             return f"/save {name}: nothing was said yet"
         lines = []
         for conversation in self.conversations:
             messages = [message.as_dict() for message in self.whole(conversation.said)]
-            row = {"messages": messages, "model": conversation.name}
-            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+            lines.append(json_line({"messages": messages, "model": conversation.name}))
         try:
             path = Path(name).expanduser()
-            if not name or path.exists():
-                return f"/save {name}: {'it exists already; ' if name else ''}give the name of a new file"
-            write_file(path, "".join(lines))
+            with path.open("x", encoding="utf-8") as file:
+                file.writelines(lines)
         except (OSError, RuntimeError) as error:  # a RuntimeError where ~NAME is nobody
             reason = getattr(error, "strerror", error)
-            return f"/save {name}: it cannot be written ({reason}); give another name"
+            return f"/save {name}: it cannot be written ({reason}); give the name of a new file"
         return f"saved to {path}"
 
     def command(self, text: str) -> str:
-        """Obey a line that begins with a / (or is `clear`); return what is to be said."""
+        """Obey a line that begins with a / (or is `clear`); return the reply."""
         word, _, rest = text.partition(" ")
         if word in ("/reset", "clear"):
             for conversation in self.conversations:
@@ -234,7 +226,7 @@ class Session:
 
 
 def load_score(args: ChatArguments, problems: Problems) -> Score | None:
-    """Return what scores by the model of --reward in its own form, or None after adding why it cannot."""
+    """Scores by the model of --reward in its own form, or None after adding the problem."""
     own = dataclasses.replace(args, template="")
     template = load_template("--reward", args.reward, own, problems, is_ranker=True)
     if template is None:
@@ -259,8 +251,10 @@ def load_score(args: ChatArguments, problems: Problems) -> Score | None:
 
 
 def load_session(args: ChatArguments, problems: Problems) -> Session:
-    """Return a session with the models of the flags, or leave with one message."""
-    names = {"--path": args.path} | ({"--compare": args.compare} if args.compare else {})
+    """Load the models of the flags, or leave with one message."""
+    names = {"--path": args.path}
+    if args.compare:
+        names["--compare"] = args.compare
     templates = {flag: load_template(flag, name, args, problems) for flag, name in names.items()}
     problems.exit_if_any()
     score = load_score(args, problems) if args.reward else None
@@ -276,7 +270,7 @@ def load_session(args: ChatArguments, problems: Problems) -> Session:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read a line, answer it, until there is none; `argv`: words in place of this process's."""
+    """Read a line, answer it, until there is none; `argv` defaults to sys.argv[1:]."""
     problems = Problems()
     args = parse_args(
         ChatArguments, argv, description=__doc__.splitlines()[0], problems=problems, leading="path"

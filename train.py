@@ -14,21 +14,25 @@ import os
 import re
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common.flags.args import Problems, flag, parse_args
 from common.flags.problems import has_hub_form
 from common.flags.streams import run_tool
 from common.runs.run_files import REPORT
-from tools.until_done import STOPPED, run_group
 from training_scripts.launch_table import DEPLOYMENTS, STEPS, find_script, run_flags, script_flags
 
 ROOT = Path(__file__).resolve().parent
-BAD_INPUT = 2  # as they leave when they have refused what they were given
+# Exit codes of the programs.
+BAD_INPUT = 2
+STOPPED = 75  # by a signal
 # DeepSpeed-Chat's words for a model are sizes of OPT.
 SIZES = {s: f"facebook/opt-{s}" for s in ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")}
 RUN = "training_scripts/run.sh"  # for a model without a script of its own
@@ -192,6 +196,43 @@ def plan_words(args: TrainArguments, step: int) -> list[str]:
     num_gpus = args.num_gpus or (1 if args.deployment_type == "single_gpu" else 8)
     machines = ["--gpu", "here", "--num_gpus", str(num_gpus), "--num_nodes", str(num_nodes)]
     return ["--stage", str(step), *machines, *flags, *words]
+
+
+def run_group(command: Sequence[str], **options: Any) -> tuple[int, bool]:
+    """Exit code of a command, and whether a signal asked it to stop; `options` are subprocess.Popen's.
+
+    The command is a process group of its own: Ctrl-C reaches it once, through this process, which passes
+    signals on and waits for the whole group.
+    """
+    signals: list[int] = []
+    group = 0
+
+    def pass_on(number: int, _: Any) -> None:
+        signals.append(number)
+        if group:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.killpg(group, number)
+
+    handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        child = subprocess.Popen(command, start_new_session=True, **options)
+        group = child.pid
+        if signals:  # before there was a group
+            os.killpg(group, signals[0])
+        while child.poll() is None:  # not one long wait: the signal may go to another thread
+            time.sleep(0.1)
+        # Bash and DeepSpeed's runner die by the signal at once: the programs are still saving.
+        with contextlib.suppress(ProcessLookupError):
+            while signals:
+                os.killpg(group, 0)
+                time.sleep(0.1)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    code = child.returncode
+    if code < 0:  # killed by a signal; a shell's code for that
+        code = 128 - code
+    return code, bool(signals)
 
 
 def report(args: TrainArguments) -> None:

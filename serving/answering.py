@@ -82,10 +82,11 @@ class Sampling:
 
 
 class TokenScore(NamedTuple):
-    """A token's log-probability after those before it, and the likeliest tokens there, with theirs."""
+    """A token's text and log-probability, and the likeliest texts there, with theirs."""
 
-    logprob: float
-    top: list[tuple[int, float]]
+    text: str
+    logprob: float | None  # None, and no `top`, of the very first token
+    top: list[tuple[str, float]] | None
 
 
 TextCallback = Callable[[int, str], bool]  # gets (number of the answer, its next text); True: no more of it
@@ -109,7 +110,9 @@ class Answerer:
         use_cuda_graphs: bool = True,
     ) -> None:
         """Without `seed` other random numbers are used every time."""
-        self.model, self.template, self.tokenizer = model, template, template.tokenizer
+        self.model = model
+        self.template = template
+        self.tokenizer = template.tokenizer
         self.num_token_ids = num_token_ids(self.tokenizer)
         self.max_length, _ = length_limit(model.config, _ENDLESS_POSITIONS)
         num_new = max(min(sampling.max_new_tokens, self.max_length - _MIN_PROMPT_TOKENS), 1)
@@ -120,7 +123,7 @@ class Answerer:
         self._next_sample_id = secrets.randbits(_SAMPLE_ID_BITS) if seed is None else 0
 
     def answer(self, messages: Sequence[Message], *, on_text: TextCallback | None = None) -> list[str]:
-        """Return N answers to a conversation.
+        """N answers to a conversation.
 
         A prompt that is too long is shortened (see `Template.shorten`) or cut. An answer has fewer than
         max_new_tokens tokens where the model's positions leave no room for them. `on_text`: see `respond`.
@@ -138,7 +141,7 @@ class Answerer:
         keeps_space: bool = False,
         on_text: TextCallback | None = None,
     ) -> list[Answer]:
-        """Return N answers to a prompt, which must leave room for one token (see `why_too_long`).
+        """N answers to a prompt, which must leave room for one token (see `why_too_long`).
 
         An answer loses the white space around it unless it `keeps_space`. `on_text` gets the answers' texts
         piece by piece; put together they are the answers. Waits until other answers are done.
@@ -159,11 +162,10 @@ class Answerer:
         return [stream.finish() for stream in streams]
 
     def _generate(self, prompt_ids: list[int], sampling: Sampling, streams: list[TextStream]) -> None:
-        tokenizer, num_answers = self.tokenizer, sampling.num_answers
         options = SamplingOptions(
             max_new_tokens=self.sampling.max_new_tokens,
-            stop_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            stop_token_id=self.tokenizer.eos_token_id,
+            pad_token_id=self.tokenizer.pad_token_id,
             num_valid_tokens=self.num_token_ids,
             temperature=sampling.temperature or 1.0,
             top_k=sampling.top_k,
@@ -173,19 +175,20 @@ class Answerer:
         )
         first = 0
         if sampling.seed is None:
-            first, self._next_sample_id = self._next_sample_id, self._next_sample_id + num_answers
+            first = self._next_sample_id
+            self._next_sample_id += sampling.num_answers
         # A longer conversation needs a larger block: its size doubles, so that few turns have to make one.
         doubled = 1 << (len(prompt_ids) + options.max_new_tokens - 1).bit_length()
         self._generator.max_length = min(doubled, self.max_length)
         limit = min(sampling.max_new_tokens, options.max_new_tokens, self.max_length - len(prompt_ids))
         ids = torch.tensor([prompt_ids], device=distributed.device())
-        sample_ids = torch.arange(first, first + num_answers, device=ids.device)
+        sample_ids = torch.arange(first, first + sampling.num_answers, device=ids.device)
         self._generator.generate(
             ids,
             torch.ones_like(ids, dtype=torch.bool),
             sample_ids,
             options,
-            num_samples=num_answers,
+            num_samples=sampling.num_answers,
             limits=torch.full_like(sample_ids, limit),
             on_tokens=lambda number, token_ids: streams[number].add(token_ids),
         )
@@ -220,7 +223,7 @@ class Answerer:
             )
 
     def why_too_long(self, prompt_ids: list[int]) -> str:
-        """Return why a prompt leaves no room for an answer, empty when it does."""
+        """Why a prompt leaves no room for an answer; empty when it does."""
         if len(prompt_ids) < self.max_length:
             return ""
         return (
@@ -230,23 +233,26 @@ class Answerer:
 
     @torch.inference_mode()
     def score(self, token_ids: list[int], num_top: int) -> list[TokenScore]:
-        """Return T - 1 scores, of all tokens but the first, in fp32 at temperature 1; `num_top` below V.
+        """T scores in fp32 at temperature 1, each with the `num_top` (below V) likeliest tokens.
 
         Waits until other answers are done.
         """
-        ids, lengths = torch.tensor(token_ids), torch.tensor([len(token_ids)])
-        inputs, slots = build_model_inputs(ids, lengths, is_packed=False), torch.arange(len(ids) - 1)
-        inputs, slots = inputs.to(self.model.device, slots)
-        form, head = read_logit_transform(self.model.config), self.model.get_output_embeddings()
-        scores: list[TokenScore] = []
+        decode = self.tokenizer.decode
+        ids = torch.tensor(token_ids)
+        inputs = build_model_inputs(ids, torch.tensor([len(ids)]), is_packed=False)
+        inputs, slots = inputs.to(self.model.device, torch.arange(len(ids) - 1))
+        logits_of = read_logit_transform(self.model.config).transform
+        head = self.model.get_output_embeddings()
+        scores = [TokenScore(decode(token_ids[:1]), None, None)]
         with _device_lock:
-            hidden = compute_hidden(self.model, inputs)[slots].split(_POSITIONS_AT_A_TIME)  # (T - 1, H)
-            for states, expected in zip(hidden, ids[1:].split(_POSITIONS_AT_A_TIME), strict=True):
-                logprobs = form.transform(head(states).float())[:, : self.num_token_ids].log_softmax(-1).cpu()
-                own = logprobs.gather(1, expected.unsqueeze(1)).squeeze(1).tolist()
-                values, likeliest = (part.tolist() for part in logprobs.topk(num_top, dim=-1))
-                tops = [list(zip(*pair, strict=True)) for pair in zip(likeliest, values, strict=True)]
-                scores += map(TokenScore, own, tops)
+            hidden = compute_hidden(self.model, inputs)[slots]  # (T - 1, H)
+            for states in hidden.split(_POSITIONS_AT_A_TIME):
+                logprobs = logits_of(head(states).float())[:, : self.num_token_ids].log_softmax(-1).cpu()
+                for row in logprobs:
+                    token_id = token_ids[len(scores)]
+                    likeliest = row.topk(num_top).indices.tolist()
+                    top = [(decode([i]), float(row[i])) for i in likeliest]
+                    scores.append(TokenScore(decode([token_id]), float(row[token_id]), top))
         return scores
 
 
@@ -261,9 +267,9 @@ def read_prompts(
         ValueError: --data_path is no data set, or has no prompt.
     """
     source = load_source(data_path)
-    rows, num_found = source.train, 1
-    while num_found:
-        num_found = 0
+    rows = source.train
+    while True:
+        num_prompts = 0
         order = generator.sample(range(len(rows)), len(rows)) if generator else range(len(rows))
         for index in order:
             try:
@@ -272,11 +278,12 @@ def read_prompts(
             except BadRow:
                 continue
             if prompt := next((example.prompt for example in examples if example.prompt), None):
-                num_found += 1
+                num_prompts += 1
                 yield prompt, rows.row_id(index, row)
-        if num_found and generator is None:
+        if not num_prompts:
+            raise ValueError(f"--data_path {source.name} has no prompts; give a data set of questions")
+        if generator is None:
             return
-    raise ValueError(f"--data_path {source.name} has no prompts; give a data set of questions")
 
 
 def load_template(
@@ -288,8 +295,8 @@ def load_template(
     trained_path: str = "",
     is_ranker: bool = False,
 ) -> Template | None:
-    """Return the form that the model of `path` is asked in, or None after adding why it cannot answer, or as
-    a ranker score.
+    """The form that the model of `path` is asked in, or None after adding why it cannot answer (as a
+    ranker: score).
 
     That is --template, or else what the model of `trained_path` (empty: of `path`) was trained with.
     """
@@ -316,7 +323,7 @@ def load_template(
 def load_answerer(
     path: str, template: Template, args: AnsweringArguments, sampling: Sampling, *, seed: int | None = None
 ) -> Answerer:
-    """Return the model of `path`, ready to answer. Raises ValueError when its weights cannot be loaded."""
+    """The model of `path`, ready to answer. Raises ValueError when its weights cannot be loaded."""
     base = base_of(path)
     options = ModelOptions(
         base,
@@ -334,7 +341,7 @@ def load_answerer(
 
 
 def merge_adapter(model: PreTrainedModel, path: str) -> PreTrainedModel:
-    """Return the model with an adapter in its weights; pickled adapters are not read.
+    """The model with an adapter in its weights; pickled adapters are not read.
 
     Raises ValueError when it is no LoRA adapter, or not one of this model.
     """

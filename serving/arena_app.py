@@ -1,14 +1,11 @@
-"""The arena: two models answer a prompt without their names, a person judges, then names are told; its page,
-and the API for programs.
-"""
+"""The arena: blind pairs of answers that a person judges before seeing the models' names; page and API."""
 
 import itertools
-import json
 import random
 import sys
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +16,7 @@ from starlette.staticfiles import StaticFiles
 
 from common.data.example import Message
 from common.ranks.failures import first_line, kind_and_line
+from common.runs.durable_files import json_line
 from serving.answering import Answerer, Sampling
 from serving.judgement_store import JudgementStore, Pair, win_rates
 from serving.openai_api import add_openai_routes
@@ -60,7 +58,7 @@ class BlindPairs:
     # ---- asking
 
     def ask(self, asked: NewPair) -> Pair:
-        """Return a new pair, whose answers follow."""
+        """A new pair, whose answers follow."""
         if asked.draw:
             if self.prompts is None:
                 raise Refused(422, "the server was started without --data_path: there are no prompts to draw")
@@ -80,7 +78,7 @@ class BlindPairs:
         return self._create(prompt, "follow-up", [before.model_a, before.model_b])
 
     def _choose_models(self) -> list[str]:
-        """Return two models, of those that have met least often."""
+        """Two models, of those that have met least often."""
         if len(self.models) < 2:
             raise Refused(422, "the server has one model only, which cannot be compared; start it with two")
         met = self.store.num_answered_by_models()
@@ -104,9 +102,9 @@ class BlindPairs:
     # ---- answering
 
     def answer(self, pair: Pair, emit: Emit, is_gone: threading.Event) -> None:
-        """Let both models answer, one after the other, and tell all of it; stop when nobody listens any more.
+        """Let both models answer, one after the other, and emit all of it; stop when nobody listens any more.
 
-        An answer is kept as soon as it is whole. Whatever goes wrong with a model is told and kept, too.
+        An answer is kept as soon as it is whole. Errors of a model are shown and kept, too.
         """
         emit({"event": "pair"} | self.view(pair))
         for side, name in (("a", pair.model_a), ("b", pair.model_b)):
@@ -134,7 +132,7 @@ class BlindPairs:
     # ---- judging
 
     def view(self, pair: Pair) -> dict[str, Any]:
-        """Return what a page may know of a pair: names only after it was judged."""
+        """A pair as the page may see it: names only after it was judged."""
         shown = {
             "id": pair.id,
             "prompt": [message.as_dict() for message in pair.prompt],
@@ -149,7 +147,7 @@ class BlindPairs:
 def create_app(
     arena: BlindPairs, *, max_request_bytes: int, token: str = "", is_local: bool = False
 ) -> Guard:
-    """Return the application; with a token all but the empty page needs it, as Authorization: Bearer TOKEN.
+    """The application; with a token all but the empty page needs it, as Authorization: Bearer TOKEN.
 
     `is_local`: see Guard.
     """
@@ -157,17 +155,26 @@ def create_app(
 
     @app.get("/api/state")
     def state() -> dict[str, Any]:
-        """Return what the page needs to begin."""
+        """What the page needs to begin."""
         return {"has_prompts": arena.prompts is not None, "num_models": len(arena.models)}
 
     @app.post("/api/pairs")
     def ask(body: NewPair) -> StreamingResponse:
         """Answer with lines of JSON, as they come: the pair, pieces of both answers, their ends."""
-        return StreamingResponse(_lines(arena, arena.ask(body)), media_type="application/x-ndjson")
+        pair = arena.ask(body)
+
+        def answer(emit: Emit, is_gone: threading.Event) -> None:
+            arena.answer(pair, lambda event: emit(json_line(event)), is_gone)
+
+        # A failure that could not be kept either.
+        lines = stream_from_thread(
+            answer, lambda error: json_line({"event": "failed", "message": first_line(error)})
+        )
+        return StreamingResponse(lines, media_type="application/x-ndjson")
 
     @app.get("/api/pairs/{pair_id}")
     def show(pair_id: str) -> dict[str, Any]:
-        """Return a pair; its names only when it was judged."""
+        """A pair; its names only when it was judged."""
         return arena.view(arena.store.get(pair_id))
 
     @app.post("/api/judgements")
@@ -177,18 +184,10 @@ def create_app(
 
     @app.get("/api/results")
     def results() -> dict[str, Any]:
-        """Return what all judgements in the database amount to."""
+        """Counts and win rates of all judgements in the database."""
         pairs = arena.store.judged()
         return {"choices": Counter(pair.choice for pair in pairs)} | win_rates(pairs)
 
     add_openai_routes(app, arena.models, arena.sampling)
     app.mount("/", StaticFiles(directory=_PAGE, html=True))
     return Guard(app, token, is_local=is_local, open_paths=_OPEN_PATHS)
-
-
-async def _lines(arena: BlindPairs, pair: Pair) -> AsyncIterator[str]:
-    try:
-        async for event in stream_from_thread(lambda emit, is_gone: arena.answer(pair, emit, is_gone)):
-            yield json.dumps(event, ensure_ascii=False) + "\n"
-    except Exception as error:  # what is told of a failure could not be kept either
-        yield json.dumps({"event": "failed", "message": first_line(error)}) + "\n"

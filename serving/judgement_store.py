@@ -17,7 +17,7 @@ from typing import Any
 
 from common.data.example import Message
 from common.models.tensor_ops import wilson_interval
-from common.runs.durable_files import write_file
+from common.runs.durable_files import json_line, write_file
 from serving.web_server import Refused
 
 _APPLICATION_ID = 0x54524950  # "TRIP": tells an arena's file from other programs'
@@ -103,12 +103,13 @@ class JudgementStore:
         run = self._connection.execute
         # In this order: another arena may be making the file now, and its tables come last.
         [num_tables] = run("SELECT count(*) FROM sqlite_master").fetchone()
-        [owner], [version] = run("PRAGMA application_id").fetchone(), run("PRAGMA user_version").fetchone()
+        [owner] = run("PRAGMA application_id").fetchone()
+        [version] = run("PRAGMA user_version").fetchone()
         if num_tables and (owner != _APPLICATION_ID or version > _VERSION):
             raise sqlite3.DatabaseError("it belongs to another program, or to a later version of this one")
-        [found] = run("PRAGMA quick_check(1)").fetchone()
-        if found != "ok":
-            raise sqlite3.DatabaseError(f"it is damaged: {found}")
+        [state] = run("PRAGMA quick_check(1)").fetchone()
+        if state != "ok":
+            raise sqlite3.DatabaseError(f"it is damaged: {state}")
         with contextlib.suppress(sqlite3.OperationalError):  # locked: another arena is setting it
             run("PRAGMA journal_mode = WAL")
         self._connection.executescript(_SETTINGS + _TABLES)
@@ -124,7 +125,7 @@ class JudgementStore:
     def add_pair(
         self, prompt: Sequence[Message], source: str, model_a: str, model_b: str, sampling: dict
     ) -> Pair:
-        """Return a new pair, whose answers follow."""
+        """A new pair, whose answers follow."""
         pair = Pair(uuid.uuid4().hex, tuple(prompt), source, model_a, model_b)
         messages = json.dumps([message.as_dict() for message in prompt], ensure_ascii=False)
         columns = "id, created_at, prompt, source, model_a, model_b, sampling"
@@ -150,18 +151,18 @@ class JudgementStore:
         return pair
 
     def get(self, pair_id: str) -> Pair:
-        """Return a pair. Raises Refused where there is none."""
+        """A pair. Raises Refused where there is none."""
         rows = self._run(f"{_SELECT} WHERE id = ?", pair_id)
         if not rows:
             raise Refused(404, "there is no such pair in the database; was the server given another --db?")
         return _pair(rows[0])
 
     def judged(self) -> list[Pair]:
-        """Return all judged pairs, in the order of their judgements."""
+        """All judged pairs, in the order of their judgements."""
         return [_pair(row) for row in self._run(f"{_SELECT} WHERE choice IS NOT NULL ORDER BY j.rowid")]
 
     def num_answered_by_models(self) -> Counter[frozenset[str]]:
-        """Return how many pairs each two models have answered."""
+        """How many pairs each two models have answered."""
         answered = "answer_a IS NOT NULL AND answer_b IS NOT NULL"
         return Counter(map(frozenset, self._run(f"SELECT model_a, model_b FROM pairs WHERE {answered}")))
 
@@ -176,7 +177,7 @@ def _now() -> str:
 
 
 def win_rates(pairs: Iterable[Pair]) -> dict[str, list[dict[str, Any]]]:
-    """Return rows of `models`, the best first, and of `duels` of two, by name; neither side counts apart.
+    """Win rates: rows of `models`, the best first, and of `duels` of two, by name; neither side counts apart.
 
     A row has its name, how often the (first) model won, lost or neither, and `rate`: its share of the decided
     pairs with Wilson's 95 % interval. Pairs are shared out evenly, so a model's own rate is fair, too.
@@ -212,29 +213,36 @@ def export_pairs(store: JudgementStore, target: Path, *, as_labels: bool = False
     counts: Counter[str] = Counter()
     lines = []
     for pair in store.judged():
-        a, b = (pair.answer_a or "", pair.model_a), (pair.answer_b or "", pair.model_b)
-        (chosen, chosen_model), (rejected, rejected_model) = (b, a) if pair.choice == "b" else (a, b)
-        is_both_bad = pair.choice == "both_bad"
-        reason = "ties" if pair.choice == "tie" else "written"
-        if is_both_bad and not as_labels:
-            reason = "both bad"
-        elif reason == "written" and not (chosen.strip() and rejected.strip()):
-            reason = "with an empty answer"
-        elif reason == "written" and chosen.strip() == rejected.strip():
-            reason = "with two equal answers"
-        counts[reason] += 1
-        if reason != "written":
+        reason = _why_left_out(pair, as_labels)
+        counts[reason or "written"] += 1
+        if reason:
             continue
+        answers = [(pair.answer_a, pair.model_a), (pair.answer_b, pair.model_b)]
+        if pair.choice == "b":
+            answers.reverse()
+        (chosen, chosen_model), (rejected, rejected_model) = answers
         rows: list[dict[str, Any]] = [
             {"chosen": chosen, "rejected": rejected}
             | {"chosen_model": chosen_model, "rejected_model": rejected_model}
         ]
         if as_labels:
             rows = [
-                {"completion": chosen, "label": not is_both_bad, "model": chosen_model},
+                {"completion": chosen, "label": pair.choice != "both_bad", "model": chosen_model},
                 {"completion": rejected, "label": False, "model": rejected_model},
             ]
         prompt = [message.as_dict() for message in pair.prompt]
-        lines += [json.dumps({"prompt": prompt} | row, ensure_ascii=False) + "\n" for row in rows]
+        lines += [json_line({"prompt": prompt} | row) for row in rows]
     write_file(target, "".join(lines))
     return counts
+
+
+def _why_left_out(pair: Pair, as_labels: bool) -> str:
+    """Why a judged pair is not exported, "" if it is."""
+    texts = {(pair.answer_a or "").strip(), (pair.answer_b or "").strip()}
+    if pair.choice == "tie":
+        return "ties"
+    if pair.choice == "both_bad" and not as_labels:
+        return "both bad"
+    if "" in texts:
+        return "with an empty answer"
+    return "with two equal answers" if len(texts) == 1 else ""

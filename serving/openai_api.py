@@ -9,7 +9,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import FastAPI
@@ -18,12 +18,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from starlette.concurrency import run_in_threadpool
 
 from common.data.example import Message
-from common.ranks.failures import first_line
-from serving.answering import Answerer, Sampling, TextCallback
+from serving.answering import Answerer, Sampling, TextCallback, TokenScore
 from serving.text_stream import Answer
-from serving.web_server import Emit, Refused, Work, stream_from_thread
+from serving.web_server import Emit, Refused, error_body, server_error, stream_from_thread
 
-MAX_ANSWERS, MAX_STOPS, MAX_LOGPROBS = 16, 4, 20
+MAX_ANSWERS = 16
+MAX_STOPS = 4
+MAX_LOGPROBS = 20
 MAX_PROMPTS = 256  # of one request
 MAX_STOP_CHARACTERS = 256  # each token of an answer is compared with all beginnings of a stop
 MAX_WAITING = 16  # requests that wait for their answers in one of the 40 threads; the others wait without
@@ -94,18 +95,19 @@ class _Request(_Fields):
         return self
 
     def sampling(self, default: Sampling) -> Sampling:
-        """Return how to sample; what is left out is the server's own. Raises Refused."""
-        limit, most = self.max_answer_tokens(default.max_new_tokens), default.max_new_tokens
-        if limit > most:
-            detail = f"{limit} tokens are more than this server's --max_new_tokens {most}"
-            raise Refused(400, detail, "max_tokens")
+        """Sampling of the answers; what the request leaves out is the server's own. Raises Refused."""
+        limit = self.max_answer_tokens(default.max_new_tokens)
+        if limit > default.max_new_tokens:
+            most = f"this server's --max_new_tokens {default.max_new_tokens}"
+            raise Refused(400, f"{limit} tokens are more than {most}", "max_tokens")
         given = self.model_dump(include={"temperature", "top_p", "seed"}, exclude_none=True)
-        given |= {"max_new_tokens": limit, "stop": tuple(self.stop), "num_answers": self.n}
-        return dataclasses.replace(default, **given)
+        return dataclasses.replace(
+            default, max_new_tokens=limit, stop=tuple(self.stop), num_answers=self.n, **given
+        )
 
 
 class ChatRequest(_Request):
-    """What POST /v1/chat/completions takes."""
+    """Body of POST /v1/chat/completions."""
 
     messages: list[_Message]
     max_tokens: int | None = Field(None, ge=1)
@@ -115,7 +117,7 @@ class ChatRequest(_Request):
     echo: ClassVar[bool] = False
     kind: ClassVar[str] = "chat.completion"
     chunk_kind: ClassVar[str] = "chat.completion.chunk"
-    param: ClassVar[str] = "messages"
+    prompt_field: ClassVar[str] = "messages"
 
     @field_validator("messages")
     @classmethod
@@ -128,39 +130,36 @@ class ChatRequest(_Request):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Return how many likely tokens are told beside each; None: no log-probabilities."""
+        """Likeliest tokens that are shown beside each; None: no log-probabilities."""
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         return self.top_logprobs if self.logprobs else None
 
-    def max_answer_tokens(self, most: int) -> int:
-        """Return the limit of an answer; `most` is the server's."""
-        return self.max_completion_tokens or self.max_tokens or most
+    def max_answer_tokens(self, default: int) -> int:
+        """Token limit of an answer."""
+        return self.max_completion_tokens or self.max_tokens or default
 
-    def prompts_of(self, model: Answerer) -> list[list[int]]:
-        """Return the token ids of the one conversation. Raises ValueError when its template refuses it."""
-        texts = ["".join(part.text for part in message.content) for message in self.messages]
-        roles = [message.role for message in self.messages]
-        return [model.encode(list(map(Message, roles, texts)))]
-
-    def choice(self, model: Answerer, prompt_ids: list[int], answer: Answer) -> dict[str, Any]:
-        """Return a whole answer, with the log-probabilities of its tokens, the end of turn included."""
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
-        if self.num_logprobs is None:
-            return {"message": message, "logprobs": None}
-
-        def entry(text: str, logprob: float) -> dict[str, Any]:
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-        scored = _score(model, [*prompt_ids, *answer.token_ids], self.num_logprobs)[len(prompt_ids) :]
-        content = [
-            entry(text, logprob) | {"top_logprobs": [entry(*one) for one in top]}
-            for text, logprob, top in scored
+    def encode(self, model: Answerer) -> list[list[int]]:
+        """Token ids of the one conversation. Raises ValueError when its template rejects it."""
+        messages = [
+            Message(message.role, "".join(part.text for part in message.content)) for message in self.messages
         ]
-        return {"message": message, "logprobs": {"content": content, "refusal": None}}
+        return [model.encode(messages)]
+
+    def logprobs_of(self, tokens: list[TokenScore]) -> dict[str, Any]:
+        """Log-probabilities of an answer's tokens, the end of turn included."""
+        content = [
+            _entry(token.text, token.logprob) | {"top_logprobs": [_entry(*pair) for pair in token.top or ()]}
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    def whole(self, text: str) -> dict[str, Any]:
+        """A whole answer."""
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def piece(self, text: str, is_first: bool) -> dict[str, Any]:
-        """Return a piece of a streamed answer."""
+        """A piece of a streamed answer."""
         return {"delta": ({"role": "assistant"} if is_first else {}) | {"content": text}}
 
 
@@ -168,7 +167,7 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 class CompletionRequest(_Request):
-    """What POST /v1/completions takes: texts or token ids to go on from."""
+    """Body of POST /v1/completions: texts or token ids to continue."""
 
     prompt: (
         str
@@ -181,55 +180,41 @@ class CompletionRequest(_Request):
     echo: bool = False
     kind: ClassVar[str] = "text_completion"
     chunk_kind: ClassVar[str] = "text_completion"
-    param: ClassVar[str] = "prompt"
+    prompt_field: ClassVar[str] = "prompt"
 
-    def max_answer_tokens(self, most: int) -> int:
-        """Return the limit of an answer, the protocol's own where none is given; `most` is the server's."""
-        return self.max_tokens if "max_tokens" in self.model_fields_set else min(self.max_tokens, most)
+    def max_answer_tokens(self, default: int) -> int:
+        """Token limit of an answer, the protocol's own where none is given."""
+        return self.max_tokens if "max_tokens" in self.model_fields_set else min(self.max_tokens, default)
 
-    def prompts_of(self, model: Answerer) -> list[list[int]]:
-        """Return the token ids of the prompts."""
+    def encode(self, model: Answerer) -> list[list[int]]:
+        """Token ids of the prompts."""
         is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         prompts = [self.prompt] if is_one else self.prompt
         return [model.encode_text(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-    def choice(self, model: Answerer, prompt_ids: list[int], answer: Answer) -> dict[str, Any]:
-        """Return a whole answer, behind its prompt if that is echoed, with its log-probabilities.
-
-        With `echo` they are those of the prompt, too; the very first token of all has none. `text_offset`
-        counts characters of the tokens' own texts.
-        """
-        text, first = answer.text, len(prompt_ids)
-        if self.echo:
-            text, first = model.tokenizer.decode(prompt_ids, skip_special_tokens=True) + text, 0
-        if self.num_logprobs is None:
-            return {"text": text, "logprobs": None}
-        scored = _score(model, [*prompt_ids, *answer.token_ids], self.num_logprobs)[first:]
-        texts = [token for token, _, _ in scored]
-        logprobs = {
-            "tokens": texts,
-            "token_logprobs": [logprob for _, logprob, _ in scored],
-            "top_logprobs": [top and dict(top) for _, _, top in scored] if self.num_logprobs else None,
-            "text_offset": [sum(map(len, texts[:index])) for index in range(len(texts))],
+    def logprobs_of(self, tokens: list[TokenScore]) -> dict[str, Any]:
+        """Log-probabilities of tokens; `text_offset` counts characters of the tokens' own texts."""
+        lengths = [len(token.text) for token in tokens]
+        return {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [token.top and dict(token.top) for token in tokens]
+            if self.num_logprobs
+            else None,
+            "text_offset": [sum(lengths[:index]) for index in range(len(lengths))],
         }
-        return {"text": text, "logprobs": logprobs}
+
+    def whole(self, text: str) -> dict[str, Any]:
+        """A whole answer."""
+        return {"text": text}
 
     def piece(self, text: str, is_first: bool) -> dict[str, Any]:
-        """Return a piece of a streamed answer."""
+        """A piece of a streamed answer."""
         return {"text": text, "logprobs": None}
 
 
-TokenTexts = list[tuple[str, float | None, list[tuple[str, float]] | None]]
-
-
-def _score(model: Answerer, token_ids: list[int], num_top: int) -> TokenTexts:
-    """Return each token's text, log-probability and likeliest texts with theirs; of the very first None."""
-    decode = model.tokenizer.decode
-    scored = [
-        (decode([token_id]), score.logprob, [(decode([i]), logprob) for i, logprob in score.top])
-        for token_id, score in zip(token_ids[1:], model.score(token_ids, num_top), strict=True)
-    ]
-    return [(decode(token_ids[:1]), None, None), *scored]
+def _entry(text: str, logprob: float | None) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 # ---- how it is answered
@@ -242,7 +227,7 @@ def add_openai_routes(app: FastAPI, models: Mapping[str, Answerer], default: Sam
 
     @app.get("/v1/models/{name:path}")
     def describe(name: str) -> dict[str, Any]:
-        """Return what is served under a name."""
+        """Describe a served model."""
         if name not in models:
             detail = f"there is no model {name!r} here, only {', '.join(models)}"
             raise Refused(404, detail, "model", "model_not_found")
@@ -252,6 +237,13 @@ def add_openai_routes(app: FastAPI, models: Mapping[str, Answerer], default: Sam
     def list_models() -> dict[str, Any]:
         """List what is served."""
         return {"object": "list", "data": [describe(name) for name in models]}
+
+    async def respond(request: ChatRequest | CompletionRequest) -> Response:
+        """Answer in a thread, of which enough are left for all other requests."""
+        describe(request.model)
+        sampling = request.sampling(default)
+        async with waiting:
+            return await run_in_threadpool(_respond, request, models[request.model], sampling)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest) -> Response:
@@ -263,84 +255,91 @@ def add_openai_routes(app: FastAPI, models: Mapping[str, Answerer], default: Sam
         """Continue texts or token ids."""
         return await respond(body)
 
-    async def respond(body: ChatRequest | CompletionRequest) -> Response:
-        """Answer in a thread, of which enough are left for all other requests."""
-        describe(body.model)
-        sampling = body.sampling(default)
-        async with waiting:
-            return await run_in_threadpool(_respond, body, models[body.model], sampling)
 
-
-def _encode(model: Answerer, asked: ChatRequest | CompletionRequest) -> list[list[int]]:
-    """Return the prompts' token ids. Raises Refused."""
+def _encode(model: Answerer, request: ChatRequest | CompletionRequest) -> list[list[int]]:
+    """Token ids of the prompts. Raises Refused."""
+    param = request.prompt_field
     try:
-        rows = asked.prompts_of(model)
+        prompts = request.encode(model)
     except ValueError as error:
-        raise Refused(400, str(error), asked.param, "invalid_value") from error
-    for ids in rows:
+        raise Refused(400, str(error), param, "invalid_value") from error
+    for ids in prompts:
         if ids and max(ids) >= model.num_token_ids:
-            known = f"the model has {len(model.tokenizer)} tokens"
-            raise Refused(400, f"prompt: {known}, none is {max(ids)}", asked.param)
+            detail = f"prompt: the model has {len(model.tokenizer)} tokens, none is {max(ids)}"
+            raise Refused(400, detail, param)
         if reason := model.why_too_long(ids) if ids else "the prompt has no token":
-            raise Refused(400, reason, asked.param, "context_length_exceeded")
-    return rows
+            raise Refused(400, reason, param, "context_length_exceeded")
+    return prompts
 
 
-def _respond(asked: ChatRequest | CompletionRequest, model: Answerer, sampling: Sampling) -> Response:
-    """Return the answer to a request, whole or as a stream. Raises Refused."""
-    rows = _encode(model, asked)
-    head = {"id": uuid.uuid4().hex, "created": int(time.time()), "model": asked.model}
-    keeps_space = isinstance(asked, CompletionRequest)
+def _respond(request: ChatRequest | CompletionRequest, model: Answerer, sampling: Sampling) -> Response:
+    """Response with all answers, whole or as a stream. Raises Refused."""
+    prompts = _encode(model, request)
+    kind = request.chunk_kind if request.stream else request.kind
+    head = {"id": uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": request.model}
 
-    def answer(tell: TextCallback | None = None) -> list[Answer]:
-        """Return all answers, those to the first prompt first; `tell` gets an answer's index and its text."""
+    def answer(on_text: TextCallback) -> list[Answer]:
+        """All answers, those to the first prompt first; `on_text` gets an answer's index and its text."""
         answers: list[Answer] = []
-        for ids in rows:
-            first = len(answers)
-            on_text = tell and (lambda number, text, first=first: tell(first + number, text))
-            answers += model.respond(ids, sampling, keeps_space=keeps_space, on_text=on_text)
+        for place, ids in enumerate(prompts):
+            first = place * request.n
+            answers += model.respond(
+                ids,
+                sampling,
+                keeps_space=isinstance(request, CompletionRequest),
+                on_text=lambda number, text, first=first: on_text(first + number, text),
+            )
         return answers
-
-    def usage(answers: list[Answer]) -> dict[str, int]:
-        num_prompt = sum(map(len, rows))
-        num_new = sum(len(answer.token_ids) for answer in answers)
-        total = num_prompt + num_new
-        return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": total}
 
     def stream(emit: Emit, is_gone: threading.Event) -> None:
         """Emit pieces of all answers, their ends, and the usage if asked for."""
         begun = set()
 
-        def tell(index: int, text: str, finish: str | None = None) -> bool:
-            choice = {"index": index, "finish_reason": finish} | asked.piece(text, index not in begun)
+        def show(index: int, text: str, finish: str | None = None) -> bool:
+            choice = {"index": index, "finish_reason": finish} | request.piece(text, index not in begun)
             begun.add(index)
-            emit({"choices": [choice]})
+            emit(_event(head | {"choices": [choice]}))
             return is_gone.is_set()
 
-        answers = answer(tell)
+        answers = answer(show)
         for index, one in enumerate(answers):
-            tell(index, "", one.finish_reason)
-        if asked.stream_options.include_usage:
-            emit({"choices": [], "usage": usage(answers)})
+            show(index, "", one.finish_reason)
+        if request.stream_options.include_usage:
+            emit(_event(head | {"choices": [], "usage": _usage(prompts, answers)}))
+        emit("data: [DONE]\n\n")
 
-    if asked.stream:
-        lines = _events(stream, head | {"object": asked.chunk_kind})
-        return StreamingResponse(lines, media_type="text/event-stream")
-    answers = answer()
-    choices = [
-        {"index": index, "finish_reason": one.finish_reason}
-        | asked.choice(model, rows[index // asked.n], one)
-        for index, one in enumerate(answers)
-    ]
-    return JSONResponse(head | {"object": asked.kind, "choices": choices, "usage": usage(answers)})
+    if request.stream:
+        events = stream_from_thread(stream, lambda error: _event(error_body(server_error(error), "/v1")))
+        return StreamingResponse(events, media_type="text/event-stream")
+    answers = answer(lambda index, text: False)
+    choices = []
+    for index, one in enumerate(answers):
+        choice = _whole_choice(model, request, prompts[index // request.n], one)
+        choices.append({"index": index, "finish_reason": one.finish_reason} | choice)
+    return JSONResponse(head | {"choices": choices, "usage": _usage(prompts, answers)})
 
 
-async def _events(work: Work, head: dict[str, Any]) -> AsyncIterator[str]:
-    """Yield server-sent events, and [DONE] behind them."""
-    try:
-        async for event in stream_from_thread(work):
-            yield f"data: {json.dumps(head | event, ensure_ascii=False)}\n\n"
-    except Exception as error:  # a device's or a library's: a client must be told in its own form
-        yield f"data: {Refused(500, first_line(error)).answer('/v1').body.decode()}\n\n"
-        return
-    yield "data: [DONE]\n\n"
+def _whole_choice(
+    model: Answerer, request: ChatRequest | CompletionRequest, prompt_ids: list[int], answer: Answer
+) -> dict[str, Any]:
+    """An answer, behind its prompt if that is echoed, with the log-probabilities of all that is shown."""
+    text = answer.text
+    first = len(prompt_ids)
+    if request.echo:
+        text = model.tokenizer.decode(prompt_ids, skip_special_tokens=True) + text
+        first = 0
+    logprobs = None
+    if request.num_logprobs is not None:
+        tokens = model.score(prompt_ids + answer.token_ids, request.num_logprobs)
+        logprobs = request.logprobs_of(tokens[first:])
+    return request.whole(text) | {"logprobs": logprobs}
+
+
+def _usage(prompts: list[list[int]], answers: list[Answer]) -> dict[str, int]:
+    num_prompt = sum(map(len, prompts))
+    num_new = sum(len(answer.token_ids) for answer in answers)
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"

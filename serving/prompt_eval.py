@@ -61,7 +61,7 @@ class PromptEvalArguments(AnsweringArguments):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Check, ask all models, print; `argv`: words in place of this process's."""
+    """Check, ask all models, print; `argv` defaults to sys.argv[1:]."""
     problems = Problems()
     args = parse_args(PromptEvalArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     import_plugins(args.plugins, problems)
@@ -78,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     prompts = [(Message("user", question),) for question in QUESTIONS[args.language]][: args.num_prompts]
     with problems.catch():
         if args.data_path:
-            found = itertools.islice(read_prompts(args.data_path), args.num_prompts)
-            prompts = [prompt for prompt, _ in found]
+            rows = itertools.islice(read_prompts(args.data_path), args.num_prompts)
+            prompts = [prompt for prompt, _ in rows]
         for prompt, template in itertools.product(prompts, templates.values()):
             template.prompt_text(prompt)  # a chat template may refuse a dialogue
     problems.exit_if_any()

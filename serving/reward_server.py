@@ -69,16 +69,16 @@ class ScoreRequest:
 
 
 def create_app(scorer: RewardScorer, args: ServeArguments, *, token: str = "") -> Guard:
-    """Return the web application of a scorer; with a token it answers no request without."""
+    """The web application of a scorer; with a token it answers no request without."""
     app = build_app(args.max_request_bytes)
 
     @app.post("/score")
     def score(body: ScoreRequest) -> dict[str, list[float]]:
-        """Return a score for each response."""
-        num_rows, num_responses = len(body.prompts), len(body.responses)
-        if num_rows != num_responses:
-            detail = f"{num_rows} prompts but {num_responses} responses; send one prompt for each response"
-            raise Refused(422, detail)
+        """A score for each response."""
+        num_rows = len(body.prompts)
+        if num_rows != len(body.responses):
+            counts = f"{num_rows} prompts but {len(body.responses)} responses"
+            raise Refused(422, f"{counts}; send one prompt for each response")
         if num_rows > args.max_request_rows:
             limit = f"--max_request_rows {args.max_request_rows}"
             raise Refused(413, f"{num_rows} rows are more than {limit}; send smaller batches")
@@ -93,21 +93,21 @@ def create_app(scorer: RewardScorer, args: ServeArguments, *, token: str = "") -
 
     @app.get("/health")
     def health() -> dict[str, Any]:
-        """Return what is served."""
+        """Facts about the served model."""
         return scorer.facts
 
     return Guard(app, token)
 
 
 def load_scorer(args: ServeArguments, template: Template) -> RewardScorer:
-    """Return the scorer of the model of --model_name_or_path. Raises ValueError."""
-    name, tokenizer = args.model_name_or_path, template.tokenizer
-    model = load_frozen_value_model(name, tokenizer, args)
+    """The scorer of the model of --model_name_or_path. Raises ValueError."""
+    name = args.model_name_or_path
+    model = load_frozen_value_model(name, template.tokenizer, args)
     metadata = read_metadata(name)
     facts = {"name": name, "step": metadata.get("step"), "template": metadata.get("template")}
     return RewardScorer(
         model,
-        tokenizer,
+        template.tokenizer,
         batch_size=args.batch_size,
         max_tokens=args.max_seq_len,
         closing_ids=closing_of(name, template),
@@ -116,7 +116,7 @@ def load_scorer(args: ServeArguments, template: Template) -> RewardScorer:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Check, load, serve until Ctrl-C; `argv`: words in place of this process's."""
+    """Check, load, serve until Ctrl-C; `argv` defaults to sys.argv[1:]."""
     problems = Problems()
     args = parse_args(ServeArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     token = server_token(args.token_file, problems)

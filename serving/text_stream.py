@@ -1,6 +1,4 @@
-"""PURE: an answer out of tokens that come one by one: what has been told never changes, and all of it is
-the text that a decoder gives for all tokens at once.
-"""
+"""PURE: the text of an answer, token by token: pieces never change, and add up to the whole decoded text."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,11 +17,11 @@ class Answer:
 
 
 class TextStream:
-    """The text of one answer as it grows, told to `on_text`; a stop token is no part of it.
+    """The text of one answer as it grows, given to `on_text`; a stop token is no part of it.
 
     Held back is what later tokens may change: the bytes of half a character, white space that may be the end,
     and a beginning of one of the texts `stop`. White space around an answer is dropped, unless the stream
-    `keeps_space`. A tokenizer's tidying ("does n't" becomes "doesn't") is left out: it moves what was told.
+    `keeps_space`. A tokenizer's tidying ("does n't" becomes "doesn't") is left out: it moves earlier text.
     """
 
     def __init__(
@@ -35,47 +33,53 @@ class TextStream:
         on_text: Callable[[str], bool] | None = None,
     ) -> None:
         """`on_text` returns whether no more text is wanted."""
-        self.tokenizer, self.stop, self.keeps_space, self.on_text = tokenizer, stop, keeps_space, on_text
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.keeps_space = keeps_space
+        self.on_text = on_text
         self.token_ids: list[int] = []
-        self.told = ""
+        self.text = ""
         self.is_stopped = False  # one of `stop` was found: no more tokens are wanted
         self.is_cancelled = False  # by `on_text`
 
     def add(self, token_ids: Sequence[int]) -> bool:
         """Take new tokens; return whether the answer shall end with them."""
         self.token_ids += token_ids
-        self._tell(self._decode(self.token_ids).rstrip(_HALF), is_whole=False)
+        self._give(self._decode(self.token_ids).rstrip(_HALF), is_whole=False)
         return self.is_stopped or self.is_cancelled
 
     def finish(self) -> Answer:
-        """Tell the rest, and return the whole answer."""
-        self._tell(self._decode(self.token_ids), is_whole=True)
+        """Give out the rest; the whole answer."""
+        self._give(self._decode(self.token_ids), is_whole=True)
         is_finished = self.is_stopped or self.token_ids[-1:] == [self.tokenizer.eos_token_id]
-        reason = "cancelled" if self.is_cancelled else "stop" if is_finished else "length"
-        return Answer(self.told, self.token_ids, reason)
+        reason = "stop" if is_finished else "length"
+        if self.is_cancelled:
+            reason = "cancelled"
+        return Answer(self.text, self.token_ids, reason)
 
     def _decode(self, token_ids: list[int]) -> str:
-        said = [i for i in token_ids if i != self.tokenizer.eos_token_id]
-        text = self.tokenizer.decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        spoken = [i for i in token_ids if i != self.tokenizer.eos_token_id]
+        text = self.tokenizer.decode(spoken, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text if self.keeps_space else text.lstrip()
 
-    def _tell(self, text: str, *, is_whole: bool) -> None:
-        """Tell what is new and certain in a text that is all of the answer or its beginning."""
+    def _give(self, text: str, *, is_whole: bool) -> None:
+        """Give out what is new and certain in a text that is all of the answer or its beginning."""
         if self.is_stopped or self.is_cancelled:
             return
         stops = [index for index in map(text.find, self.stop) if index >= 0]
         if stops:
-            self.is_stopped, text = True, text[: min(stops)]
+            self.is_stopped = True
+            text = text[: min(stops)]
         elif not is_whole:
             text = text[: len(text) - self._num_awaiting_stop(text)]
         if not self.keeps_space:
             text = text.rstrip()
-        new = text[len(self.told) :]
-        self.told += new
+        new = text[len(self.text) :]
+        self.text += new
         if new and self.on_text:
             self.is_cancelled = self.on_text(new)
 
     def _num_awaiting_stop(self, text: str) -> int:
-        """Return how many characters at the end may be the beginning of a stop text."""
+        """How many characters at the end may be the beginning of a stop text."""
         lengths = [n for stop in self.stop for n in range(1, len(stop)) if text.endswith(stop[:n])]
         return max(lengths, default=0)

@@ -1,4 +1,4 @@
-"""What the web servers share: where they listen, whom they answer, how an error looks, how a stream is sent.
+"""What the web servers share: sockets, checks of requests, error bodies, streams.
 
 Token and origin are looked at before a body is read: FastAPI's own dependencies come later.
 """
@@ -44,7 +44,7 @@ _OPENAI_KINDS = {401: "authentication_error", 403: "permission_error", 500: "ser
 
 
 def bind(host: str, port: int, problems: Problems) -> socket.socket | None:
-    """Return a socket with which requests wait from here on, or None after adding why there is none."""
+    """Listening socket, or None after adding the problem; requests wait from here on."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
@@ -58,7 +58,7 @@ def is_loopback(bound: socket.socket) -> bool:
 
 
 def address_of(bound: socket.socket) -> str:
-    """Return the server's address."""
+    """URL of the server."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -73,66 +73,77 @@ def run_server(app: Callable, bound: socket.socket) -> None:
 
 
 class Refused(HTTPException):
-    """A request that is not met: HTTP's status, what is wrong, and what to do.
+    """A request that is rejected: HTTP's status, what is wrong, and the cure.
 
     `param` names the field and `code` is OpenAI's word, for the clients of its protocol.
     """
 
     def __init__(self, status: int, detail: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(status, detail, {"www-authenticate": "Bearer"} if status == 401 else None)
-        self.param, self.code = param, code
+        super().__init__(status, detail)
+        self.param = param
+        self.code = code
 
     def __str__(self) -> str:
         return self.detail
 
-    def answer(self, path: str) -> JSONResponse:
-        """Return `{"detail": ...}`, or what OpenAI's clients read where the path is theirs."""
-        detail = self.detail.encode(errors="backslashreplace").decode()  # half characters of a request
-        content: dict[str, Any] = {"detail": detail}
-        if f"{path}/".startswith("/v1/"):
-            kind = _OPENAI_KINDS.get(self.status_code, "invalid_request_error")
-            param = self.param and self.param.encode(errors="backslashreplace").decode()
-            error = {"message": detail, "type": kind, "param": param, "code": self.code}
-            content = {"error": error}
-        return JSONResponse(content, self.status_code, self.headers)
+
+def error_body(error: Refused, path: str) -> dict[str, Any]:
+    """Body of an error: `{"detail": ...}`, or what OpenAI's clients read where the path is theirs."""
+    detail = error.detail.encode(errors="backslashreplace").decode()  # half characters of a request
+    if not f"{path}/".startswith("/v1/"):
+        return {"detail": detail}
+    kind = _OPENAI_KINDS.get(error.status_code, "invalid_request_error")
+    return {"error": {"message": detail, "type": kind, "param": error.param, "code": error.code}}
+
+
+def error_response(error: Refused, path: str) -> JSONResponse:
+    """Response of an error to a request for `path`."""
+    headers = {"www-authenticate": "Bearer"} if error.status_code == 401 else None
+    return JSONResponse(error_body(error, path), error.status_code, headers)
+
+
+def server_error(error: Exception) -> Refused:
+    """Error response for a failure of the device or of a library."""
+    return Refused(500, first_line(error))
 
 
 def build_app(max_request_bytes: int) -> FastAPI:
-    """Return an application without routes; a longer body is not read, every error is one line of JSON."""
+    """Application without routes; a longer body is not read, and every error is one line of JSON."""
     # No page of documentation: it would load scripts from elsewhere.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, max_body_size=max_request_bytes)
 
     @app.exception_handler(RequestValidationError)
     def refuse_body(request: Request, error: RequestValidationError) -> Response:
-        """Say what is wrong first; the library's own answer repeats the whole request."""
+        """Name the first wrong field; the library's own answer repeats the whole request."""
         wrong = error.errors()[0]
         # Fields and numbers; pydantic's names of kinds among them are no part of the request.
-        parts = map(str, wrong["loc"])
-        place = [part for part in parts if part.isalnum() or part.isidentifier()]
-        shown = "" if wrong["type"] == "missing" else f" {shortened(repr(wrong['input']))}"
-        detail = f"{'.'.join(place)}{shown}: {wrong['msg'].removeprefix('Value error, ')}"
-        status = 400 if request.url.path.startswith("/v1/") else 422
-        param = ".".join(place[1:]) or None
+        place = [part for part in map(str, wrong["loc"]) if part.isalnum() or part.isidentifier()]
+        value = "" if wrong["type"] == "missing" else f" {shortened(repr(wrong['input']))}"
+        detail = f"{'.'.join(place)}{value}: {wrong['msg'].removeprefix('Value error, ')}"
+        path = request.url.path
+        status = 400 if path.startswith("/v1/") else 422
         code = _OPENAI_CODES.get(wrong["type"], "invalid_value")
-        return Refused(status, detail, param, code).answer(request.url.path)
+        return error_response(Refused(status, detail, ".".join(place[1:]) or None, code), path)
 
     @app.exception_handler(HTTPException)
     def refuse(request: Request, error: HTTPException) -> Response:
-        if not isinstance(error, Refused):
-            detail = _too_long(max_request_bytes) if error.status_code == 413 else error.detail
-            error = Refused(error.status_code, f"{request.method} {request.url.path}: {detail}")
-        return error.answer(request.url.path)
+        path = request.url.path
+        if error.status_code == 413 and not isinstance(error, Refused):
+            error = _too_large(max_request_bytes)
+        elif not isinstance(error, Refused):
+            error = Refused(error.status_code, f"{request.method} {path}: {error.detail}")
+        return error_response(error, path)
 
     @app.exception_handler(Exception)
     def report(request: Request, error: Exception) -> Response:
-        """Tell of a device's or a library's error; the server's log has all of it."""
-        return Refused(500, first_line(error)).answer(request.url.path)
+        """Answer with a device's or a library's error; the server's log has all of it."""
+        return error_response(server_error(error), request.url.path)
 
     return app
 
 
-def _too_long(max_request_bytes: int) -> str:
-    return f"the body has more than --max_request_bytes {max_request_bytes}; send less at once"
+def _too_large(limit: int) -> Refused:
+    return Refused(413, f"the body has more than --max_request_bytes {limit}; send less at once")
 
 
 # ---- whom it answers
@@ -140,7 +151,7 @@ def _too_long(max_request_bytes: int) -> str:
 
 @dataclass
 class Guard:
-    """An ASGI application around another: it looks at a request before its body is read, and adds headers to
+    """An ASGI application around another: it checks a request before its body is read, and adds headers to
     all answers.
 
     A server that `is_local` takes the names of the loopback alone, for a foreign name that leads here is DNS
@@ -154,7 +165,7 @@ class Guard:
     open_paths: Collection[str] = ()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """Refuse the request or pass it on."""
+        """Reject the request or pass it on."""
 
         async def send_with_headers(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start":
@@ -166,16 +177,17 @@ class Guard:
             try:
                 self._check(scope["path"], Headers(scope=scope))
             except Refused as refused:
-                app = refused.answer(scope["path"])
+                app = error_response(refused, scope["path"])
         await app(scope, receive, send_with_headers)
 
     def _check(self, path: str, headers: Headers) -> None:
         """Raise Refused for a request that is not answered."""
-        host, origin = headers.get("host", "").lower(), headers.get("origin")
+        host = headers.get("host", "").lower()
         if self.is_local and re.sub(r":\d*$", "", host) not in _LOOPBACK_NAMES:
             names = ", ".join(_LOOPBACK_NAMES)
             detail = f"the host {host!r} is none of this server's names ({names}); open it by one of them"
             raise Refused(403, detail)
+        origin = headers.get("origin")
         if origin is not None and origin.lower() not in (f"http://{host}", f"https://{host}"):
             raise Refused(403, f"the origin {origin!r} is another site than this server")
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
@@ -185,9 +197,9 @@ class Guard:
         is_right = hmac.compare_digest(given.strip().encode("latin-1"), self.token.encode())
         if self.token and path not in self.open_paths and not (is_right and scheme.lower() == "bearer"):
             raise Refused(401, "give the server's token: Authorization: Bearer TOKEN")
-        told = headers.get("content-length", "")
-        if told.isdecimal() and int(told) > self.app.max_body_size:
-            raise Refused(413, _too_long(self.app.max_body_size))
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > self.app.max_body_size:
+            raise _too_large(self.app.max_body_size)
 
 
 # ---- streams
@@ -197,9 +209,11 @@ Work = Callable[[Emit, threading.Event], None]  # the event is set when nobody l
 _END = object()
 
 
-async def stream_from_thread(work: Work) -> AsyncIterator[Any]:
-    """Yield what `work` emits in a thread, in order, until it returns; raise what it raises."""
-    loop, items, is_gone = asyncio.get_running_loop(), asyncio.Queue[Any](), threading.Event()
+async def stream_from_thread(work: Work, failed: Callable[[Exception], Any]) -> AsyncIterator[Any]:
+    """Yield what `work` emits in a thread, in order; `failed` makes the last item of what it raises."""
+    loop = asyncio.get_running_loop()
+    items = asyncio.Queue[Any]()
+    is_gone = threading.Event()
 
     def put(item: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the server has ended, and its loop with it
@@ -208,15 +222,14 @@ async def stream_from_thread(work: Work) -> AsyncIterator[Any]:
     def run() -> None:
         try:
             work(put, is_gone)
-        except Exception as error:  # raised where the stream is read
-            put(error)
-        put(_END)
+        except Exception as error:  # a device's, a library's or the disk's: the client must be told
+            put(failed(error))
+        finally:
+            put(_END)
 
     threading.Thread(target=run, daemon=True, name="answers").start()
     try:
         while (item := await items.get()) is not _END:
-            if isinstance(item, Exception):
-                raise item
             yield item
     finally:
         is_gone.set()

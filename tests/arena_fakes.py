@@ -79,7 +79,9 @@ class FakeModel(Answerer):
         return answers
 
     def score(self, token_ids: list[int], num_top: int) -> list[TokenScore]:
-        return [TokenScore(-i / 100, [(i, -0.5)] * num_top) for i in token_ids[1:]]
+        first, *others = map(chr, token_ids)
+        scores = [TokenScore(text, -ord(text) / 100, [(text, -0.5)] * num_top) for text in others]
+        return [TokenScore(first, None, None), *scores]
 
 
 def make_arena(path: Path, prompts: Iterator | None = None, **models: FakeModel) -> BlindPairs:

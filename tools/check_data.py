@@ -28,7 +28,9 @@ from common.programs import conversation_form, startup
 from tools.step_flags import STEP_NAMES, StageArguments, parse_step_args
 from tools.terminal import CONSOLE, visible
 
-CONTEXT, LEARNED, REJECTED = "bright_black", "green", "red"
+CONTEXT = "bright_black"
+LEARNED = "green"
+REJECTED = "red"
 SPECIAL = " reverse"  # behind one of these: it shows though its text be blank
 Span = tuple[str, str]  # a text, and its style
 LEGENDS: dict[str, list[Span]] = {
@@ -65,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     sources += [("sft_only_data_path", path) for path in options.sft_only_data_path]
     for name, path in sources:  # the rows of a data set do not depend on the others
         alone = dataclasses.replace(options, **{"data_path": [], "sft_only_data_path": [], name: [path]})
-        told = f"{STEP_NAMES[args.stage]}, template {template.name}, at most {options.max_tokens} tokens"
-        CONSOLE.print(Text.assemble("\n", (path, "bold"), f"  {told}"))
+        form = f"{STEP_NAMES[args.stage]}, template {template.name}, at most {options.max_tokens} tokens"
+        CONSOLE.print(Text.assemble("\n", (path, "bold"), f"  {form}"))
         try:
             data = build_source(alone, template)
         except (ValueError, OSError) as error:
@@ -74,20 +76,21 @@ def main(argv: Sequence[str] | None = None) -> None:
             CONSOLE.print(str(error), style="bold red")
             continue
         show_source(data, alone, args.num_samples, template)
-        num_train, num_eval = num_train + len(data.train), num_eval + len(data.eval)
+        num_train += len(data.train)
+        num_eval += len(data.eval)
         num_bad += data.report.num_bad
     if num_bad > args.max_bad_rows:  # each data set alone had few enough
         wrong.append(f"{num_bad} rows are bad, more than --max_bad_rows {args.max_bad_rows}; mend them")
     if wrong:
-        told = "; ".join(text.splitlines()[0].removesuffix(" The first:") for text in wrong)
-        CONSOLE.print(Text.assemble("\n", ("not ok:", "bold red"), f" {told}"))
+        reasons = "; ".join(text.splitlines()[0].removesuffix(" The first:") for text in wrong)
+        CONSOLE.print(Text.assemble("\n", ("not ok:", "bold red"), f" {reasons}"))
         raise SystemExit(1)
     verdict = f"{num_train:,} rows to train, {num_eval:,} held out"
     CONSOLE.print(Text.assemble("\n", ("ok:", "bold green"), f" {verdict}"))
 
 
 def check_flags(args: Any, options: DataOptions, problems: Problems) -> Template:
-    """Return the template when all flags are right, else leave with all that are not."""
+    """The template when all flags are right, else leave with all that are not."""
     import_plugins(args.plugins, problems)
     for problem in options.problems():
         problems.add(problem)
@@ -102,10 +105,9 @@ def check_flags(args: Any, options: DataOptions, problems: Problems) -> Template
 
 
 def build_source(options: DataOptions, template: Template) -> StageData:
-    """Return the rows of a data set. Raises ValueError: the step could not use it."""
-    found = check_sources(options, template.tokenizer)
-    if found:
-        raise ValueError("\n".join(found))
+    """The rows of a data set. Raises ValueError: the step could not use it."""
+    if problems := check_sources(options, template.tokenizer):
+        raise ValueError("\n".join(problems))
     return build_data(options, template)
 
 
@@ -127,26 +129,22 @@ def show_source(data: StageData, options: DataOptions, num_samples: int, templat
 
 
 def part_lengths(row: dict[str, Any]) -> dict[str, int]:
-    """Return the tokens of each part of a row of any step; the last is what a batch is as wide as."""
+    """Tokens of each part of a row of any step; the last is what a batch is as wide as."""
     if "prompt_ids" in row:
         return {"prompt": len(row["prompt_ids"])}
     if "input_ids" in row:
-        learned, whole = sum(row["loss_mask"]), len(row["input_ids"])
-        return {"context": whole - learned, "learned": learned, "whole row": whole}
-    if "answer_ids" in row:
-        start, whole = row["answer_response_start"], len(row["answer_ids"])
-        return {"prompt": start, "answer": whole - start, "whole row": whole}
-    start, chosen, rejected = row["chosen_response_start"], len(row["chosen_ids"]), len(row["rejected_ids"])
-    return {
-        "prompt": start,
-        "chosen": chosen - start,
-        "rejected": rejected - row["rejected_response_start"],
-        "longer row": max(chosen, rejected),
-    }
+        num_learned = sum(row["loss_mask"])
+        num_tokens = len(row["input_ids"])
+        return {"context": num_tokens - num_learned, "learned": num_learned, "whole row": num_tokens}
+    sides = [side for side in ("answer", "chosen", "rejected") if f"{side}_ids" in row]
+    lengths = {"prompt": row[f"{sides[0]}_response_start"]}
+    lengths |= {side: len(row[f"{side}_ids"]) - row[f"{side}_response_start"] for side in sides}
+    longest = "whole row" if sides == ["answer"] else "longer row"
+    return lengths | {longest: max(len(row[f"{side}_ids"]) for side in sides)}
 
 
 def length_lines(table: TokenTable) -> list[str]:
-    """Return a table of the parts of MAX_MEASURED rows at most, then the last of them as a histogram."""
+    """A table of the parts of MAX_MEASURED rows at most, then the last of them as a histogram."""
     rows = [part_lengths(table[i]) for i in range(0, len(table), -(-len(table) // MAX_MEASURED))]
     lines = [f"{'tokens':<12}" + "".join(f"{name:>9}" for name in ("min", "median", "p95", "max"))]
     for name in rows[0]:
@@ -167,27 +165,31 @@ def length_lines(table: TokenTable) -> list[str]:
 
 
 def sample_lines(row: dict[str, Any], options: DataOptions, template: Template) -> list[Text]:
-    """Return a row's name and lengths, then its text behind a margin: of a pair what both share, once, then
-    the answers, of a rated answer its prompt and then itself; then the fields of a prompt.
+    """A row's name and lengths, then its text behind a margin: the prompt of answers once, then each answer;
+    then the fields of a prompt.
     """
     parts = part_lengths(row)
-    told = ", ".join(f"{name} {tokens}" for name, tokens in parts.items()) + " tokens"
-    told += f", margin {row['margin']:g}" if row.get("margin") else ""
-    is_full = max(parts.values()) >= options.max_tokens
-    full = f", which fill the {options.max_tokens} allowed" if is_full else ""
-    lines = [Text.assemble((visible(row["row_id"]), "bold"), f"  {told}", (full, "yellow"))]
+    facts = ", ".join(f"{name} {tokens}" for name, tokens in parts.items()) + " tokens"
+    if row.get("margin"):
+        facts += f", margin {row['margin']:g}"
+    full = (
+        f", which fill the {options.max_tokens} allowed" if max(parts.values()) >= options.max_tokens else ""
+    )
+    lines = [Text.assemble((visible(row["row_id"]), "bold"), f"  {facts}", (full, "yellow"))]
     sides = [("  c ", "chosen", LEARNED), ("  r ", "rejected", REJECTED)]
     if "label" in row:
         sides = [("  + ", "answer", LEARNED) if row["label"] else ("  - ", "answer", REJECTED)]
-    if f"{sides[0][1]}_ids" in row:
-        start, prompt = row[f"{sides[0][1]}_response_start"], row[f"{sides[0][1]}_ids"]
-        blocks = [("  | ", spans_of(prompt[:start], [False] * start, template))]
-        for margin, side, style in sides:
-            ids, start = row[f"{side}_ids"], row[f"{side}_response_start"]
-            blocks.append((margin, spans_of(ids, [True] * len(ids), template, start=start, style=style)))
+    ids = row.get("input_ids") or row.get("prompt_ids")
+    if ids:
+        sides = []
     else:
-        ids = row.get("input_ids") or row["prompt_ids"]
-        blocks = [("  | ", spans_of(ids, row.get("loss_mask", [False] * len(ids)), template))]
+        first = sides[0][1]
+        ids = row[f"{first}_ids"][: row[f"{first}_response_start"]]
+    blocks = [("  | ", spans_of(ids, row.get("loss_mask", [False] * len(ids)), template))]
+    for margin, side, style in sides:
+        ids = row[f"{side}_ids"]
+        start = row[f"{side}_response_start"]
+        blocks.append((margin, spans_of(ids, [True] * len(ids), template, start=start, style=style)))
     for margin, spans in blocks:
         lines += [Text(margin).append_text(line) for line in show(spans).split("\n", allow_blank=True)]
     if row.get("fields", "{}") != "{}":
@@ -198,7 +200,7 @@ def sample_lines(row: dict[str, Any], options: DataOptions, template: Template) 
 def spans_of(
     ids: list[int], loss_mask: list[bool], template: Template, *, start: int = 0, style: str = LEARNED
 ) -> list[Span]:
-    """Return the tokens from `start` on as spans of one style each; `style` is that of scored ones.
+    """The tokens from `start` on as spans of one style each; `style` is that of scored ones.
 
     A span's text is what its tokens add to the text of all before them: decoded alone, the tokens of some
     tokenizers lose the space at their start.
@@ -218,7 +220,7 @@ def spans_of(
 
 
 def show(spans: list[Span]) -> Text:
-    """Return spans end to end, long ones shortened; without colours `[[` and `]]` surround what is scored."""
+    """Spans end to end, long ones shortened; without colours `[[` and `]]` surround what is scored."""
     shown = [(shorten(visible(text)), style) for text, style in spans]
     if CONSOLE.color_system and not CONSOLE.no_color:
         return Text.assemble(*shown)
@@ -230,7 +232,7 @@ def show(spans: list[Span]) -> Text:
 
 
 def shorten(text: str) -> str:
-    """Return the beginning and the end of a text of more than MAX_SHOWN characters."""
+    """The beginning and the end of a text of more than MAX_SHOWN characters."""
     hidden = len(text) - MAX_SHOWN
     if hidden <= 0:
         return text

@@ -77,13 +77,13 @@ class Finding(NamedTuple):
     is_ok: bool | None = None
 
     def line(self) -> Text:
-        """Return state, name, and what was found."""
+        """State, name and result, as a line of the terminal."""
         state, style = _STATES[self.is_ok]
         return Text.assemble((f"{state:<5}", style), visible(f"{self.name:<25}{self.text}"))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Check the flags, load the model, print what is found and a verdict."""
+    """Check the flags, load the model, print the findings and a verdict."""
     startup.quiet_libraries()
     problems = Problems()
     args = parse_args(
@@ -99,14 +99,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if wrong:
         CONSOLE.print(Text.assemble("\n", ("not ok:", "bold red"), f" {', '.join(wrong)}"))
         raise SystemExit(1)
-    num_ok = sum(finding.is_ok is True for finding in findings)
-    CONSOLE.print(
-        Text.assemble("\n", ("ok:", "bold green"), f" {num_ok} checks of {args.path}, all within rounding")
+    verdict = (
+        f" {sum(finding.is_ok is True for finding in findings)} checks of {args.path}, all within rounding"
     )
+    CONSOLE.print(Text.assemble("\n", ("ok:", "bold green"), verdict))
 
 
 def check_flags(args: CheckModelArguments, problems: Problems) -> PreTrainedTokenizerFast:
-    """Return the tokenizer, or leave with all that is wrong."""
+    """The tokenizer, or leave with all that is wrong."""
     import_plugins(args.plugins, problems)
     config = startup.check_model("--path", args.path, args, problems)
     tokenizer = startup.check_tokenizer("--path", args.path, args, problems) if config else None
@@ -142,8 +142,8 @@ def find_all(
     del model, generator, decoded  # the ranks need the memory
     gc.collect()
     for tp_size in tp_sizes:
-        of_ranks = check_ranks(tp_size, options, num_token_ids(tokenizer), rows, args.plugins)
-        yield from guarded(f"tensor parallel {tp_size}", of_ranks)
+        job = RankJob(tp_size, options, num_token_ids(tokenizer), rows, args.plugins)
+        yield from guarded(f"tensor parallel {tp_size}", check_ranks(job))
 
 
 def guarded(name: str, findings: Iterator[Finding]) -> Iterator[Finding]:
@@ -155,7 +155,7 @@ def guarded(name: str, findings: Iterator[Finding]) -> Iterator[Finding]:
 
 
 def build_rows(tokenizer: PreTrainedTokenizerFast) -> Rows:
-    """Return token rows of LENGTHS."""
+    """Token rows of LENGTHS."""
     ids = tokenizer(TEXT, add_special_tokens=False).input_ids
     head = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
     return [
@@ -168,12 +168,12 @@ def build_rows(tokenizer: PreTrainedTokenizerFast) -> Rows:
 
 
 def tolerance_of(dtype: torch.dtype, largest: float) -> float:
-    """Return how far apart numbers up to `largest` may be that are computed in different orders."""
+    """How far apart numbers up to `largest` may be that are computed in different orders."""
     return RELATIVE[dtype] * max(largest, 1.0)
 
 
 def compare(name: str, own: torch.Tensor, expected: torch.Tensor, tolerance: float, why: str) -> Finding:
-    """Return the finding on two tensors of one shape; NaN in either is a failure. `why` it matters."""
+    """The finding on two tensors of one shape; NaN in either is a failure. `why` it matters."""
     difference = float((own.double() - expected.double().to(own.device)).abs().max())
     text = f"largest difference {difference:.1e}, at most {tolerance:.1e}  ({why})"
     return Finding(name, text, difference <= tolerance)
@@ -234,7 +234,7 @@ def check_generation(
 
 
 def likeliest_finding(gaps: torch.Tensor, tie: float) -> Finding:
-    """Return whether each token of greedy texts is transformers' likeliest; `gaps` (N,) is what their logits
+    """Whether each token of greedy texts is transformers' likeliest; `gaps` (N,) is what their logits
     lack to the largest, and less than `tie` is a tie.
     """
     num_right = int((gaps < tie).sum())  # NaN is no tie
@@ -247,67 +247,68 @@ def likeliest_finding(gaps: torch.Tensor, tie: float) -> Finding:
 
 
 def choose_sizes(model: nn.Module, asked: Sequence[int]) -> tuple[list[Finding], list[int]]:
-    """Return findings on sizes that do not work, and those to run: without `asked` the smallest that do."""
+    """Findings on sizes that do not work, and the sizes to run: without `asked` the smallest that do."""
     wanted = list(asked) or [size for size in working_tp_sizes(model) if size <= MAX_DEFAULT_SIZE]
-    findings, to_run = [], []
+    findings = []
     for size in wanted if max(wanted) > 1 else [2]:  # where none is wanted, a remark on why 2 would not work
         try:
             build_cuts(model, size)
         except ValueError as error:  # of no plan at all, too
             is_ok = False if size in wanted else None
             findings.append(Finding(f"tensor parallel {size}", str(error), is_ok))
-        else:
-            to_run += [size] if size in wanted and size > 1 else []
-    return findings, to_run
+            wanted = [other for other in wanted if other != size]
+    return findings, [size for size in wanted if size > 1]
 
 
-def check_ranks(
-    tp_size: int, options: ModelOptions, num_tokens: int, rows: list[list[int]], plugins: list[str]
-) -> Iterator[Finding]:
-    """Yield the finding on one size, whose ranks load the model that `load_causal_lm` has of these."""
-    name = f"tensor parallel {tp_size}"
+class RankJob(NamedTuple):
+    """What the ranks of one size compute; each loads the model that `load_causal_lm` has of these."""
+
+    tp_size: int
+    options: ModelOptions
+    num_tokens: int
+    rows: Rows
+    plugins: list[str]
+
+
+def check_ranks(job: RankJob) -> Iterator[Finding]:
+    """Yield the finding on one size."""
+    name = f"tensor parallel {job.tp_size}"
     with tempfile.TemporaryDirectory(prefix="triptych_ranks_") as folder:
         # A process that has done nothing but the imports, seconds of them, makes the ranks of all sizes.
         multiprocessing.set_forkserver_preload(["tools.check_model"])
-        job = (tp_size, options, num_tokens, rows, plugins, folder)
+        arguments = (job, folder)
         try:  # one that fails ends the others
-            multiprocessing.start_processes(run_rank, job, nprocs=tp_size, start_method="forkserver")
+            multiprocessing.start_processes(
+                run_rank, arguments, nprocs=job.tp_size, start_method="forkserver"
+            )
         except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
             last = str(error).strip().splitlines()[-1]  # of a rank's traceback: what it raised
             yield Finding(name, f"a rank failed: {last}", is_ok=False)
             return
         own, expected = torch.load(Path(folder, "logits.pt"), weights_only=True)
-    tolerance = tolerance_of(DTYPES[options.dtype], float(expected.abs().max()))
+    tolerance = tolerance_of(DTYPES[job.options.dtype], float(expected.abs().max()))
     yield compare(name, own, expected, tolerance, "so step 3 generates at --inference_tp_size")
 
 
-def run_rank(
-    rank: int,
-    tp_size: int,
-    options: ModelOptions,
-    num_tokens: int,
-    rows: list[list[int]],
-    plugins: list[str],
-    folder: str,
-) -> None:
+def run_rank(rank: int, job: RankJob, folder: str) -> None:
     """Compute with one rank's slices; the first writes logits of the slices and of the whole model. Every
     rank must call this.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # there may be fewer GPUs than ranks
     torch.set_num_threads(1)
     startup.quiet_libraries()
-    import_plugins(plugins, Problems())
-    store = dist.FileStore(str(Path(folder, "store")), tp_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=tp_size, timeout=LIMIT)
+    import_plugins(job.plugins, Problems())
+    store = dist.FileStore(str(Path(folder, "store")), job.tp_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.tp_size, timeout=LIMIT)
     with torch.inference_mode():
-        for turn in range(tp_size):  # whole models one at a time
+        for turn in range(job.tp_size):  # whole models one at a time
             if turn == rank:
-                model = load_causal_lm(options, num_tokens).eval()
-                expected = [plain_logits(model, row) for row in rows] if rank == 0 else []
-                cut_module(model, build_cuts(model, tp_size), rank, tp_size, None)
+                model = load_causal_lm(job.options, job.num_tokens).eval()
+                expected = [plain_logits(model, row) for row in job.rows] if rank == 0 else []
+                cut_module(model, build_cuts(model, job.tp_size), rank, job.tp_size, None)
                 gc.collect()
             dist.barrier()
-        own = [plain_logits(model, row) for row in rows]
+        own = [plain_logits(model, row) for row in job.rows]
     if rank == 0:
         torch.save((torch.cat(own), torch.cat(expected)), Path(folder, "logits.pt"))
     dist.destroy_process_group()

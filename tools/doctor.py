@@ -19,7 +19,7 @@ from common.flags.streams import run_tool
 ROOT = Path(__file__).resolve().parents[1]
 IMPORTED = ("torch", "transformers", "deepspeed")  # their internals are used: another version is a problem
 OK, NOTE, PROBLEM = "ok", "note", "problem"
-Line = tuple[str, str, str]  # state, what was looked at, what was found and the cure
+Line = tuple[str, str, str]  # state, subject, result and cure
 
 
 def check_packages() -> Iterator[Line]:
@@ -31,7 +31,8 @@ def check_packages() -> Iterator[Line]:
     needed, _, optional = (ROOT / "requirements.txt").read_text(encoding="utf-8").partition("\n# Only ")
     for lines, if_missing in ((needed, PROBLEM), (optional.partition("\n")[2], NOTE)):
         for text in filter(None, (line.partition("#")[0].strip() for line in lines.splitlines())):
-            wanted, cure = Requirement(text), f'pip install "{text}"'
+            wanted = Requirement(text)
+            cure = f'pip install "{text}"'
             try:
                 installed = importlib.metadata.version(wanted.name)
             except importlib.metadata.PackageNotFoundError:
@@ -41,11 +42,15 @@ def check_packages() -> Iterator[Line]:
                 state = PROBLEM if wanted.name in IMPORTED else NOTE
                 yield state, wanted.name, f"{installed}, where {text} was tested; {cure}"
     for name in IMPORTED:
-        try:
-            yield OK, f"import {name}", importlib.import_module(name).__version__
-        except Exception as error:  # a library that is missing, of another version, or half installed
-            text = f"{type(error).__name__}: {error}; pip install -r requirements.txt"
-            yield PROBLEM, f"import {name}", text
+        yield try_import(name, "pip install -r requirements.txt")
+
+
+def try_import(name: str, cure: str) -> Line:
+    """Version of a library, or why it cannot be imported."""
+    try:
+        return OK, f"import {name}", importlib.import_module(name).__version__
+    except Exception as error:  # it is missing, half installed, or was built for another torch
+        return PROBLEM, f"import {name}", f"{type(error).__name__}: {error}; {cure}"
 
 
 def check_devices() -> Iterator[Line]:
@@ -61,7 +66,12 @@ def check_devices() -> Iterator[Line]:
         cure = "; another process holds its memory: nvidia-smi" if is_taken else ""
         yield NOTE if is_taken else OK, f"GPU {index}", text + cure
     if torch.cuda.device_count():
-        yield _check_flash_attn()
+        cure = "pip install --no-build-isolation -r requirements-gpu.txt"
+        if importlib.util.find_spec("flash_attn"):
+            yield try_import("flash_attn", f"{cure} --force-reinstall")
+        else:
+            text = f"not installed, optional: torch's own kernel is used; {cure}"
+            yield NOTE, "import flash_attn", text
         return
     driver = shutil.which("nvidia-smi")
     seen = subprocess.run([driver, "-L"], capture_output=True, text=True, timeout=20).stdout if driver else ""
@@ -72,18 +82,8 @@ def check_devices() -> Iterator[Line]:
         yield NOTE, "GPUs", "none: programs run on the CPU, in fp32 by default"
 
 
-def _check_flash_attn() -> Line:
-    cure = "pip install --no-build-isolation -r requirements-gpu.txt"
-    if importlib.util.find_spec("flash_attn") is None:
-        return NOTE, "flash-attn", f"not installed, optional: torch's own kernel is used; {cure}"
-    try:
-        return OK, "flash-attn", importlib.import_module("flash_attn").__version__
-    except Exception as error:  # mostly of an extension that was built for another torch
-        return PROBLEM, "flash-attn", f"{type(error).__name__}: {error}; {cure} --force-reinstall"
-
-
 def main() -> int:
-    """Print what is found and a verdict; return the exit code."""
+    """Print all lines and a verdict; return the exit code."""
     num_bad = 0
     for check in (check_packages, check_devices):
         try:

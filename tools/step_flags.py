@@ -26,14 +26,14 @@ class StageArguments:
 
 
 def with_step_flags(cls: type, stage: int) -> type:
-    """Return the dataclass `cls` with the flags of a step beside its own."""
+    """The dataclass `cls` with the flags of a step beside its own."""
     return dataclasses.make_dataclass(cls.__name__, [], bases=(cls, STEPS[stage]))
 
 
 def parse_step_args(
     cls: type, argv: Sequence[str] | None = None, *, description: str = "", problems: Problems
 ) -> Any:
-    """Return the flags of `cls` and of the step that --stage names; leave where it names none.
+    """The flags of `cls` and of the step that --stage names; leave where it names none.
 
     Flags of the step that the tool does not read are taken too, so that a run's whole command line will do.
     """

@@ -8,8 +8,8 @@ from rich.console import Console
 CONSOLE = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
-def visible(text: str) -> str:
-    """Return the text with its control characters spelled out: a row must not steer the terminal."""
-    kept = "\n\u200c\u200d"  # the latter two are parts of words and of emoji
-    hidden = {c for c in set(text) - set(kept) if unicodedata.category(c) in ("Cc", "Cf", "Cs")}
+def visible(text: str, kept: str = "\n") -> str:
+    """The text with control characters but `kept` spelled out: a row must not steer the terminal."""
+    parts = "\u200c\u200d"  # of words and of emoji
+    hidden = {c for c in set(text) - set(kept + parts) if unicodedata.category(c) in ("Cc", "Cf", "Cs")}
     return "".join(c.encode("unicode_escape").decode() if c in hidden else c for c in text)

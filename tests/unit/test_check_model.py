@@ -146,9 +146,10 @@ def test_sizes_up_to_four_are_run_once_the_model_is_gone(tiny_model_folder, chec
         seen.append(weakref.ref(model))
         return model
 
-    def run(function, job, **_):
-        alive.append((job[0], seen[0]() is not None))
-        torch.save((torch.tensor([5.0]), torch.tensor([5.0])), f"{job[-1]}/logits.pt")
+    def run(function, arguments, **_):
+        job, folder = arguments
+        alive.append((job.tp_size, seen[0]() is not None))
+        torch.save((torch.tensor([5.0]), torch.tensor([5.0])), f"{folder}/logits.pt")
 
     seen, alive, loaded = [], [], check_model.load_causal_lm
     monkeypatch.setattr(check_model, "load_causal_lm", load)

@@ -42,10 +42,10 @@ def test_missing_and_other_versions_are_told_with_what_to_install(tmp_path, monk
     ("count", "free", "capability", "flash", "expected"),
     [
         (0, 0, (8, 0), None, {"GPUs": PROBLEM}),
-        (1, 70, (8, 0), None, {"GPU 0": OK, "flash-attn": NOTE}),
+        (1, 70, (8, 0), None, {"GPU 0": OK, "import flash_attn": NOTE}),
         (2, 10, (8, 0), None, {"GPU 0": NOTE, "GPU 1": NOTE}),
-        (1, 70, (7, 5), "__version__ = '2'", {"GPU 0": NOTE, "flash-attn": OK}),
-        (1, 70, (8, 0), "raise ImportError('undefined symbol')", {"GPU 0": OK, "flash-attn": PROBLEM}),
+        (1, 70, (7, 5), "__version__ = '2'", {"GPU 0": NOTE, "import flash_attn": OK}),
+        (1, 70, (8, 0), "raise ImportError('undefined symbol')", {"GPU 0": OK, "import flash_attn": PROBLEM}),
     ],
 )
 def test_what_gpus_lack_is_named(monkeypatch, tmp_path, count, free, capability, flash, expected):

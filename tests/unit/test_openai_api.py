@@ -221,7 +221,7 @@ def test_errors_of_the_server_have_openais_form_too(client, models):
     assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
     models["left"].say = fail
     streamed = post(client, stream=True).text
-    assert '"message":"no memory"' in streamed and "[DONE]" not in streamed
+    assert '"message": "no memory"' in streamed and "[DONE]" not in streamed
     assert post(client, model="third").status_code == 404
     assert client.post("/v1/chat/completions", content="{").json()["error"]["message"].startswith("body")
     too_long = post(client, messages=[{"role": "user", "content": "x" * 200}]).json()["error"]
@@ -313,9 +313,11 @@ def test_scores_are_those_of_transformers(family, tiny_model_folder):
     ids = torch.randint(0, 300, (1, 20), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         logprobs = answerer.model(ids).logits[0, :-1, :320].float().log_softmax(-1)
-    found = answerer.score(ids[0].tolist(), 3)
+    first, *scores = answerer.score(ids[0].tolist(), 3)
+    decode = answerer.tokenizer.decode
     expected = logprobs.gather(1, ids[0, 1:, None]).squeeze(1)
-    own = torch.tensor([score.logprob for score in found])
+    own = torch.tensor([score.logprob for score in scores])
     torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-5)
-    assert [[token for token, _ in score.top] for score in found] == logprobs.topk(3).indices.tolist()
-    assert answerer.score([5], 1) == []
+    likeliest = [[decode([i]) for i in row] for row in logprobs.topk(3).indices.tolist()]
+    assert [[text for text, _ in score.top] for score in scores] == likeliest
+    assert first == answerer.score([5], 1)[0]._replace(text=first.text) and first.logprob is None

@@ -3,10 +3,11 @@
 tests/programs/test_readme_commands.py runs those of the README.
 """
 
+import subprocess
 from pathlib import Path
 
 import pytest
-from page_commands import ROOT, Command, commands_of, pages
+from page_commands import ROOT, Command, blocks, commands_of, pages
 
 import train
 from common.flags.args import Problems, parse_args
@@ -117,3 +118,16 @@ def test_a_block_is_read_as_a_shell_does(tmp_path, monkeypatch):
     page = Path(tmp_path / "page.md")
     page.write_text('```bash\nA=1 python x.py --a "b c" \\\n    --d   # why\n\n```\n```python\nno\n```\n')
     assert commands_of(page) == [Command("page.md", ["python", "x.py", "--a", "b c", "--d"])]
+
+
+@pytest.mark.parametrize(
+    ("codes", "num_starts"), [([1, 137, 0], 3), ([2, 0], 1), ([3, 0], 1), ([1, 75, 0], 2)], ids=str
+)
+def test_the_restart_loop(codes, num_starts, tmp_path):
+    """docs/resume.md: a crashed run is started again, and neither bad flags nor a stop."""
+    [loop] = blocks((ROOT / "docs/resume.md").read_text(), "sh")
+    stand_in = "echo >> starts; set -- CODES; shift $(wc -l < starts); return $1"
+    stand_in = stand_in.replace("CODES", " ".join(map(str, [0, *codes])))
+    script = f"sleep() {{ :; }}\ncommand() {{ {stand_in}; }}\n" + loop.replace("COMMAND", "command")
+    subprocess.run(["bash", "-c", script], cwd=tmp_path, timeout=60, check=True)
+    assert (tmp_path / "starts").read_text() == "\n" * num_starts

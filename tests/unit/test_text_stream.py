@@ -30,7 +30,7 @@ def pieces(stream: TextStream, token_ids: list[int], size: int = 1) -> list[str]
         told.append([])
         stream.add(token_ids[first : first + size])
     told.append([])
-    assert stream.finish().text == stream.told
+    assert stream.finish().text == stream.text
     return ["".join(texts) for texts in told]
 
 
@@ -60,7 +60,7 @@ def test_an_answer_ends_before_a_stop_text(tiny_tokenizer):
     ids = byte_ids(tiny_tokenizer, "one \nHum, two \nHuman: three")
     stream = TextStream(tiny_tokenizer, stop=["\nHuman:", "zzz"])
     told = pieces(stream, ids)
-    assert "".join(told) == stream.told == "one \nHum, two" and stream.is_stopped
+    assert "".join(told) == stream.text == "one \nHum, two" and stream.is_stopped
     assert told[:9] == ["o", "n", "e", "", "", "", "", "", " \nHum,"], "a beginning of it is held back"
 
 

@@ -1,7 +1,10 @@
 """train.py: which script or program runs a step, what is handed over, and what is refused."""
 
+import os
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -174,6 +177,18 @@ def test_bad_input(words, message, capsys):
     with pytest.raises(SystemExit) as left:
         launches(*words)
     assert left.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_what_still_saves_is_waited_for(tmp_path):
+    """As under a launcher: Bash dies by the signal, and the program that it started takes its time."""
+    saving = "trap 'sleep 0.5; touch SAVED; exit' TERM; echo; while true; do sleep 0.05; done"
+    code = "import sys; from train import run_group; sys.exit(not run_group(sys.argv[1:])[1])"
+    command = [sys.executable, "-c", code, "bash", "-c", 'bash -c "$0"; exit 1', saving]
+    env = os.environ | {"PYTHONPATH": str(train.ROOT)}
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=env)
+    assert process.stdout.readline() == "\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 0 and (tmp_path / "SAVED").exists()
 
 
 def test_dry_run_prints_commands_that_a_shell_takes(tmp_path, monkeypatch, capsys):

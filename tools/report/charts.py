@@ -35,6 +35,7 @@ ROUND = (1, 2, 2.5, 5, 10)  # steps of an axis, times a power of ten
 SMOOTH_FROM = 40  # values from which a mean is drawn over them
 NOISY_FROM = 3.0  # path length over range, above which a curve is noisy
 Colored = tuple[int, str, Curve]  # number of its run, for the color, and name
+Draw = Callable[[Axes, Curve, str], None]
 
 
 def shown(value: float) -> str:
@@ -45,10 +46,10 @@ def shown(value: float) -> str:
 
 
 def smooth(values: Sequence[float], width: int) -> list[float]:
-    """Return centred means over `width` values (the next odd number), fewer at the ends."""
+    """Centred means over `width` values (the next odd number), fewer at the ends."""
     window = numpy.ones(width // 2 * 2 + 1)
-    sums, counts = (numpy.convolve(of, window)[width // 2 :] for of in (values, numpy.ones(len(values))))
-    return (sums / counts)[: len(values)].tolist()
+    means = numpy.convolve(values, window) / numpy.convolve(numpy.ones(len(values)), window)
+    return means[width // 2 :][: len(values)].tolist()
 
 
 def is_noisy(values: Sequence[float]) -> bool:
@@ -58,7 +59,7 @@ def is_noisy(values: Sequence[float]) -> bool:
 
 
 def join_on_steps(curves: Mapping[str, Curve], x: str, y: str) -> Curve:
-    """Return the values of `y` over those of `x` at the steps that have both; none where one is missing."""
+    """The values of `y` over those of `x` at the steps that have both; none where one is missing."""
     if x not in curves or y not in curves:
         return Curve([], [])
     of_x = dict(zip(curves[x].steps, curves[x].values, strict=True))
@@ -68,34 +69,39 @@ def join_on_steps(curves: Mapping[str, Curve], x: str, y: str) -> Curve:
 
 
 def spread(items: Sequence[Any], most: int) -> list[Any]:
-    """Return at most `most` items, evenly spread, the first and the last among them."""
+    """At most `most` items, evenly spread, the first and the last among them."""
     indexes = numpy.linspace(0, len(items) - 1, min(most, len(items))).round()
     return [items[int(index)] for index in indexes]
 
 
+def _line(axis: Axes, x: Sequence[float], y: Sequence[float], color: str, **style: Any) -> None:
+    axis.plot(x, y, **{"color": color, "clip_on": False, "linewidth": 1.6} | style)
+
+
 def draw_curve(axis: Axes, curve: Curve, color: str) -> None:
     """Draw a curve over the steps: noisy values thin, with their mean; one or two as dots."""
-    x, y = curve.steps, curve.values
-    style: dict[str, Any] = {"color": color, "clip_on": False}
-    if len(x) < 3:
-        axis.plot(x, y, "o-", linewidth=1, markersize=5, **style)
-    elif len(x) < SMOOTH_FROM or not is_noisy(y):
-        axis.plot(x, y, linewidth=1.6, **style)
+    y = curve.values
+    if len(y) < 3:
+        _line(axis, curve.steps, y, color, marker="o", linewidth=1, markersize=5)
+    elif len(y) < SMOOTH_FROM or not is_noisy(y):
+        _line(axis, curve.steps, y, color)
     else:
-        axis.plot(x, y, linewidth=0.9, alpha=0.28, **style)
-        axis.plot(x, smooth(y, max(len(y) // 20, 5)), linewidth=1.6, **style)
+        _line(axis, curve.steps, y, color, linewidth=0.9, alpha=0.28)
+        _line(axis, curve.steps, smooth(y, max(len(y) // 20, 5)), color)
 
 
 def draw_trail(axis: Axes, curve: Curve, color: str) -> None:
     """Draw one metric against another: points that grow darker with time, their mean, a dot at its end."""
-    style: dict[str, Any] = {"color": color, "clip_on": False}
-    x, y = (spread(values, MAX_TRAIL_POINTS) for values in (curve.steps, curve.values))
-    axis.scatter(x, y, s=16, alpha=numpy.linspace(0.15, 0.8, len(x)), linewidths=0, **style)
+    x = spread(curve.steps, MAX_TRAIL_POINTS)
+    y = spread(curve.values, MAX_TRAIL_POINTS)
+    alpha = numpy.linspace(0.15, 0.8, len(x))
+    axis.scatter(x, y, s=16, alpha=alpha, linewidths=0, color=color, clip_on=False)
     if len(curve.steps) >= 5:
         width = max(len(curve.steps) // 6, 3)
-        x, y = smooth(curve.steps, width), smooth(curve.values, width)
-        axis.plot(x, y, linewidth=1.6, **style)
-        axis.plot(x[-1:], y[-1:], "o", markersize=8, markeredgecolor=CARD, **style)
+        x = smooth(curve.steps, width)
+        y = smooth(curve.values, width)
+        _line(axis, x, y, color)
+        _line(axis, x[-1:], y[-1:], color, marker="o", markersize=8, markeredgecolor=CARD)
 
 
 def draw_bars(axis: Axes, curve: Curve, color: str) -> None:
@@ -127,9 +133,9 @@ def render_svg(
     label: str,
     *,
     x_name: str = "step",
-    draw: Callable[[Axes, Curve, str], None] = draw_curve,
+    draw: Draw = draw_curve,
 ) -> str:
-    """Return a panel as an <svg> to stand in a page; `label` is what a screen reader says.
+    """A panel as an <svg> to stand in a page; `label` is what a screen reader says.
 
     Invisible circles with titles tell the numbers of points under the pointer: no script is needed.
     """
@@ -143,19 +149,19 @@ def render_svg(
         figure.savefig(buffer, format="svg")
     body = buffer.getvalue().partition("</metadata>")[2].rpartition("</svg>")[0]
     body = _NOT_NEEDED.sub("", body)
-    body = re.sub("|".join(VARIABLES), lambda found: VARIABLES[found[0]], body)
+    body = re.sub("|".join(VARIABLES), lambda match: VARIABLES[match[0]], body)
     for _, name, curve in curves:
-        told = f"{name}: {x_name}" if len(curves) > 1 else x_name
+        point = f"{name}: {x_name}" if len(curves) > 1 else x_name
         for x, y in spread(list(zip(curve.steps, curve.values, strict=True)), MAX_HOVER_POINTS):
             left, bottom = axis.transData.transform((x, y))
             body += f'<circle class="hover" cx="{left:.1f}" cy="{HEIGHT - bottom:.1f}" r="6">'
-            body += f"<title>{escape(f'{told} {shown(x)}: {shown(y)}')}</title></circle>"
+            body += f"<title>{escape(f'{point} {shown(x)}: {shown(y)}')}</title></circle>"
     head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label, quote=True)}">'
     return f"{head}{body}</svg>"
 
 
 def _wrap(names: Sequence[str], width: int) -> list[list[tuple[int, str]]]:
-    """Return numbered names by line, of `width` letters at most where a name alone is not longer."""
+    """Numbered names by line, of `width` letters at most where a name alone is not longer."""
     lines: list[list[tuple[int, str]]] = [[]]
     for item in enumerate(names):
         if lines[-1] and sum(len(name) + 2 for _, name in [*lines[-1], item]) > width:
@@ -165,7 +171,7 @@ def _wrap(names: Sequence[str], width: int) -> list[list[tuple[int, str]]]:
 
 
 def render_picture(panels: Mapping[str, Mapping[str, Curve]], x_name: str = "step") -> str:
-    """Return {title: {name: curve}} as an SVG file: two columns of panels, in the colors of the page.
+    """{title: {name: curve}} as an SVG file: two columns of panels, in the colors of the page.
 
     Names stand in their colors under the title of their panel, on as many lines as they need.
     """

@@ -25,8 +25,8 @@ DIAGNOSTICS: list[Diagnostic] = LAYOUT["anywhere"] + HACKING
 
 
 def find_diagnostics(curves: Curves) -> list[tuple[Diagnostic, str]]:
-    """Return each diagnostic whose metrics have enough steps, with what is seen of it, "" for nothing."""
-    found = []
+    """Each diagnostic whose metrics have enough steps, with what is seen of it, "" for nothing."""
+    diagnostics = []
     for one in DIAGNOSTICS:
         min_steps = MIN_STEPS if one in HACKING else 1
         needed = {name: curves[metric] for name, metric in one["needs"].items() if metric in curves}
@@ -34,16 +34,17 @@ def find_diagnostics(curves: Curves) -> list[tuple[Diagnostic, str]]:
             continue
         numbers = numbers_of(needed) | {"falling": falling_rewards(curves)}
         is_seen = _RULES.compile_expression(one["when"])(numbers)
-        found.append((one, _RULES.from_string(one["seen"]).render(numbers) if is_seen else ""))
-    return found
+        diagnostics.append((one, _RULES.from_string(one["seen"]).render(numbers) if is_seen else ""))
+    return diagnostics
 
 
 def numbers_of(curves: Curves) -> dict[str, Any]:
-    """Return what a rule may ask of each of its metrics, as report.toml tells it."""
+    """The numbers of each metric that a rule may use, as report.toml lists them."""
     numbers: dict[str, Any] = {}
     peak = None  # of the first metric
     for name, curve in curves.items():
-        values, half = curve.values, len(curve.values) // 2
+        values = curve.values
+        half = len(values) // 2
         smoothed = smooth(values, max(len(values) // 5, 5))
         peak = smoothed.index(max(smoothed)) if peak is None else min(peak, len(values) - 1)
         early, late = early_and_late(curve)
@@ -64,7 +65,7 @@ def numbers_of(curves: Curves) -> dict[str, Any]:
 
 
 def early_and_late(curve: Curve) -> tuple[float, float]:
-    """Return the means of the first and of the last fifth of the values, five values at least."""
+    """The means of the first and of the last fifth of the values, five values at least."""
     width = max(len(curve.values) // 5, 5)
     return fmean(curve.values[:width]), fmean(curve.values[-width:])
 
@@ -75,7 +76,7 @@ def _gain(values: list[float]) -> float:
 
 
 def falling_rewards(curves: Curves) -> list[str]:
-    """Return what fell of the rewards that are logged on their own and agree with the score no more."""
+    """Rewards, logged on their own, that fell and no longer agree with the score."""
     moves = []
     for name in curves:
         other = name.removeprefix("objective/agreement_")

@@ -1,11 +1,12 @@
 """The report on runs: one HTML file without scripts, and nothing that it would have to fetch.
 
-What the page shows is put together here as plain texts and charts; report.html says how it looks, and escapes
-every text: markup in a sample is shown, and never run.
+This module builds texts and charts; report.html is the layout, and escapes every text: markup in a sample is
+shown, and never run.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from common.runs.durable_files import write_file
 from tools.report import LAYOUT
-from tools.report.charts import COLORS, draw_bars, draw_trail, join_on_steps, render_svg, shown
+from tools.report.charts import COLORS, Colored, Draw, draw_bars, draw_trail, join_on_steps, render_svg, shown
 from tools.report.diagnostics import find_diagnostics
 from tools.report.run_reader import Curve, RunFiles, read_runs
 from tools.report.samples import build_samples
@@ -42,7 +43,7 @@ def write_report(folders: Sequence[Path], output: Path) -> tuple[list[RunFiles],
 
 
 def build_page(runs: Sequence[RunFiles], problems: Sequence[str] = ()) -> str:
-    """Return the report on these runs as HTML; `problems` are of folders that are not shown."""
+    """The report on these runs as HTML; `problems` are of folders that are not shown."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -69,28 +70,29 @@ def build_page(runs: Sequence[RunFiles], problems: Sequence[str] = ()) -> str:
 
 
 def _build_panels(runs: Sequence[RunFiles], metrics: Sequence[str]) -> dict[str, Any]:
-    """Return the panels of the page's sections; `rest` are those of no other, by group."""
-    overview, hacking = LAYOUT["panels"]["overview"], LAYOUT["panels"]["hacking"]
-    histograms = [panel for one in LAYOUT["histograms"] if (panel := build_histogram(runs, one))]
-    drawn = overview + hacking + [name for one in LAYOUT["histograms"] for name in one["metrics"]]
-    rest = [n for n in metrics if n not in drawn and not n.startswith("perf/")]
+    """Panels of the page's sections; `rest` are those of no other, by group."""
+    overview = LAYOUT["panels"]["overview"]
+    hacking = LAYOUT["panels"]["hacking"]
+    shares = [name for histogram in LAYOUT["histograms"] for name in histogram["metrics"]]
+    rest = [n for n in metrics if n not in overview + hacking + shares and not n.startswith("perf/")]
     times = [n for n in metrics if n.startswith("perf/") and n != "perf/bad_steps"]
     times.sort(key=lambda name: not name.endswith(("_seconds", "_per_second")))
 
     def build(names: Iterable[str]) -> list[Panel]:
         return [build_panel(runs, name) for name in names if name in metrics]
 
-    trails = [build_trail(runs, trail) for trail in LAYOUT["trails"]]
+    histograms = [panel for one in LAYOUT["histograms"] for panel in build_histogram(runs, one)]
+    trails = [panel for one in LAYOUT["trails"] for panel in build_trail(runs, one)]
     return {
         "overview": build(overview) + histograms,
-        "hacking": [trail for trail in trails if trail] + build(hacking),
+        "hacking": trails + build(hacking),
         "rest": {group: build(names) for group, names in groupby(rest, lambda name: name.split("/")[0])},
         "times": build(times),
     }
 
 
 def build_panel(runs: Sequence[RunFiles], name: str) -> Panel:
-    """Return the panel of a metric, with the curves of all runs that have it."""
+    """Panel of a metric, with the curves of all runs that have it."""
     curves = [(i, run.name, run.curves[name]) for i, run in enumerate(runs) if name in run.curves]
     return {
         "title": name,
@@ -100,18 +102,14 @@ def build_panel(runs: Sequence[RunFiles], name: str) -> Panel:
     }
 
 
-def build_trail(runs: Sequence[RunFiles], trail: dict[str, str]) -> Panel | None:
-    """Return the panel of the score against a metric, a point a step by time; None without points."""
-    joined = [(i, r.name, join_on_steps(r.curves, trail["x"], "objective/score")) for i, r in enumerate(runs)]
-    curves = [(i, name, curve) for i, name, curve in joined if len(curve.steps) > 1]
-    if not curves:
-        return None
-    chart = render_svg(curves, trail["title"], x_name=trail["unit"], draw=draw_trail)
-    return {"title": trail["title"], "meaning": trail["meaning"], "values": [], "chart": chart}
+def build_trail(runs: Sequence[RunFiles], trail: dict[str, Any]) -> list[Panel]:
+    """Panel of the score against a metric, a point a step by time; [] without points."""
+    curves = [(i, r.name, join_on_steps(r.curves, trail["x"], "objective/score")) for i, r in enumerate(runs)]
+    return _draw(trail, [colored for colored in curves if len(colored[2].steps) > 1], draw_trail)
 
 
-def build_histogram(runs: Sequence[RunFiles], histogram: dict[str, Any]) -> Panel | None:
-    """Return the panel of metrics that are shares, a bar each, at the last step; None without them."""
+def build_histogram(runs: Sequence[RunFiles], histogram: dict[str, Any]) -> list[Panel]:
+    """Panel of metrics that are shares, a bar each, at the last step; [] without them."""
     names = histogram["metrics"]
     places = list(range(1, len(names) + 1))
     curves = [
@@ -119,38 +117,36 @@ def build_histogram(runs: Sequence[RunFiles], histogram: dict[str, Any]) -> Pane
         for i, run in enumerate(runs)
         if all(name in run.curves for name in names)
     ]
+    return _draw(histogram, curves, draw_bars)
+
+
+def _draw(layout: dict[str, Any], curves: Sequence[Colored], draw: Draw) -> list[Panel]:
     if not curves:
-        return None
-    chart = render_svg(curves, histogram["title"], x_name=histogram["unit"], draw=draw_bars)
-    return {"title": histogram["title"], "meaning": histogram["meaning"], "values": [], "chart": chart}
+        return []
+    chart = render_svg(curves, layout["title"], x_name=layout["unit"], draw=draw)
+    return [{"title": layout["title"], "meaning": layout["meaning"], "values": [], "chart": chart}]
 
 
 # ---- tables ---------------------------------------------------------------------------------------------
 
 
 def as_duration(seconds: float) -> str:
-    """Seconds as a person says them: 42 s, 3 min 20 s, 5 h 07 min."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    """Hours, minutes and seconds, as 5:07:00."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 def find_phases(run: RunFiles) -> dict[str, float]:
-    """Return the seconds of each phase, all of the run's clock together; phases without any are left out.
+    """Seconds of each phase, all of the run's clock together; phases without any are left out.
 
     A phase is any perf/PHASE_seconds but those of whole steps; "outside steps" is what no step counted: the
     start, data, exports.
     """
-    found = (re.fullmatch(r"perf/(\w+)_seconds", name) for name in run.curves)
-    names = {match[1] for match in found if match} - {"step"}
-    told = LAYOUT["phases"]
-    order = [name for name in told if name in names] + sorted(names - told.keys())
+    names = LAYOUT["phases"]
+    matches = [re.fullmatch(r"perf/(\w+)_seconds", metric) for metric in run.curves]
+    keys = {match[1] for match in matches if match} - {"step"}
+    order = [key for key in names if key in keys] + sorted(keys - names.keys())
     phases = {
-        told.get(name, name.replace("_", " ")): sum(run.curves[f"perf/{name}_seconds"].values)
-        for name in order
+        names.get(key, key.replace("_", " ")): sum(run.curves[f"perf/{key}_seconds"].values) for key in order
     }
     phases["outside steps"] = run.seconds - sum(phases.values())
     # What rounding leaves over is no phase.
@@ -158,24 +154,25 @@ def find_phases(run: RunFiles) -> dict[str, float]:
 
 
 def differing_flags(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
-    """Return {flag: its value in each run, or None} of those that are not the same in all runs."""
+    """Value in each run, or None, of every flag that is not the same in all runs."""
     names = sorted({name for run in runs for name in run.flags} - NOT_COMPARED)
     values = {name: [run.flags.get(name) for run in runs] for name in names}
     return {name: of for name, of in values.items() if any(value != of[0] for value in of)}
 
 
 def fact_rows(columns: Mapping[str, Facts]) -> list[tuple[str, list[str]]]:
-    """Return each fact's name and its text in every column, a dash where it has none."""
+    """Rows of a table: a fact's name, and its text in every column, a dash where it has none."""
     names = dict.fromkeys(name for facts in columns.values() for name in facts)
     return [(name, [facts.get(name, "–") for facts in columns.values()]) for name in names]
 
 
 def data_facts(run: RunFiles) -> Facts:
-    """Return rows, tokens, what was cut, passes over the rows, and each model's parameters, where known."""
+    """Rows, tokens, truncation, passes over the rows, and each model's parameters, where known."""
     start = run.starts[-1] if run.starts else {}
     facts = {}
     if counts := start.get("data"):
-        num_train, num_eval = counts["num_train"], counts["num_eval"]
+        num_train = counts["num_train"]
+        num_eval = counts["num_eval"]
         share = counts["num_truncated"] / (num_train + num_eval)
         facts["rows to train on"] = f"{num_train:,} of {counts['num_raw_rows']:,} raw rows"
         facts["rows held out"] = f"{num_eval:,}"
@@ -183,8 +180,7 @@ def data_facts(run: RunFiles) -> Facts:
         facts["truncated"] = f"{counts['num_truncated']:,}, {100 * share:.1f} %"
         facts["passes over the rows"] = f"{run.last_step * start['global_rows'] / num_train:.2f}"
     learnt = [join_on_steps(run.curves, *names) for names in LEARNT]
-    num_tokens = sum(a * b for curve in learnt for a, b in zip(curve.steps, curve.values, strict=True))
-    if num_tokens:
+    if num_tokens := sum(a * b for curve in learnt for a, b in zip(curve.steps, curve.values, strict=True)):
         facts["tokens seen in training"] = f"{num_tokens:,.0f}"
     for name, count in start.get("parameters", {}).items():
         facts[f"parameters of the {name}"] = f"{count['all']:,}, {count['trained']:,} trained"
@@ -192,11 +188,11 @@ def data_facts(run: RunFiles) -> Facts:
 
 
 def start_facts(runs: Sequence[RunFiles]) -> dict[str, Facts]:
-    """Return versions, device, ranks, code and data digest of each start of each run."""
+    """Versions, device, ranks, code and data digest of each start of each run."""
     columns = {}
     for run in runs:
         for number, start in enumerate(run.starts, start=1):
-            facts = {told: start.get(name) for name, told in LAYOUT["start_facts"].items()}
+            facts = {label: start.get(name) for name, label in LAYOUT["start_facts"].items()}
             facts |= start.get("versions", {})
             head = f"{run.name} start {number}" if len(run.starts) > 1 else run.name
             columns[head] = {name: str(fact) for name, fact in facts.items() if fact not in (None, "")}

@@ -26,13 +26,13 @@ class Curve:
 
     @property
     def last(self) -> float:
-        """Return the newest value."""
+        """The newest value."""
         return self.values[-1]
 
 
 @dataclass
 class RunFiles:
-    """What a run's folder says."""
+    """The contents of a run's folder."""
 
     folder: Path
     name: str
@@ -48,35 +48,35 @@ class RunFiles:
 
     @property
     def last_step(self) -> int:
-        """Return the newest step with metrics, 0 before the first."""
+        """The newest step with metrics, 0 before the first."""
         return max((row["step"] for row in self.rows), default=0)
 
     @property
     def seconds(self) -> float:
-        """Return the newest of the run's clock, stops left out; 0 when it does not say."""
+        """The newest of the run's clock, stops left out; 0 when it does not say."""
         return max((row.get("seconds", 0.0) for row in self.rows), default=0.0)
 
     @cached_property
     def gaps(self) -> Counter[str]:
-        """Return how often each metric was null: NaN or infinity."""
+        """How often each metric was null: NaN or infinity."""
         return Counter(name for row in self.rows for name, value in row.items() if value is None)
 
     @property
     def kind(self) -> str:
-        """Return `sft`, `reward`, `dpo`, `kto`, `ppo` or ``, by the groups of the metrics."""
+        """`sft`, `reward`, `dpo`, `kto`, `ppo` or ``, by the groups of the metrics."""
         groups = {name.split("/")[0] for name in self.curves}
         return next((kind for group, kind in KINDS.items() if group in groups), "")
 
     @property
     def state(self) -> str:
-        """Return how far the run is."""
+        """How far the run is."""
         if self.has_finished or 0 < self.num_steps <= self.last_step:
             return f"finished, {self.last_step} steps"
         return f"step {self.last_step} of {self.num_steps}" if self.num_steps else f"{self.last_step} steps"
 
 
 def read_run(folder: Path, name: str = "") -> RunFiles:
-    """Return what can be read of a run's folder. Raises ValueError when it has nothing of one."""
+    """All that can be read of a run's folder. Raises ValueError when it has nothing of one."""
     if not (folder / METRICS).is_file() and not (folder / ARGS_FILE).is_file():
         if not folder.exists():
             raise ValueError(f"{folder} does not exist")
@@ -105,7 +105,7 @@ def read_run(folder: Path, name: str = "") -> RunFiles:
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[RunFiles], list[str]]:
-    """Return the runs that can be read, and what is wrong with the other folders.
+    """The runs that can be read, and what is wrong with the other folders.
 
     A run is named by its folder's path below the folder that holds all of them.
     """
@@ -121,7 +121,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[RunFiles], list[str]]:
 
 
 def build_curves(rows: Sequence[Row]) -> dict[str, Curve]:
-    """Return {metric: its values over the steps}; what is not finite was written as null, and is a gap."""
+    """{metric: its values over the steps}; what is not finite was written as null, and is a gap."""
     points: dict[str, dict[int, float]] = {}
     for row in rows:
         for name, value in row.items():
@@ -131,7 +131,7 @@ def build_curves(rows: Sequence[Row]) -> dict[str, Curve]:
 
 
 def read_rows(path: Path, notes: list[str]) -> list[Row]:
-    """Return the rows of a run's .jsonl, none where it is missing; add a note on lines that are torn."""
+    """The rows of a run's .jsonl, none where it is missing; add a note on lines that are torn."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []
     rows, torn = [], []
     for number, line in enumerate(lines, start=1):
@@ -144,6 +144,6 @@ def read_rows(path: Path, notes: list[str]) -> list[Row]:
         elif row is not None:
             torn.append(number)
     if torn:
-        told = ", ".join(map(str, torn[:3])) + (", ..." if len(torn) > 3 else "")
-        notes.append(f"{path.name}: torn lines are left out (line {told})")
+        numbers = ", ".join(map(str, torn[:3])) + (", ..." if len(torn) > 3 else "")
+        notes.append(f"{path.name}: torn lines are left out (line {numbers})")
     return rows

@@ -35,26 +35,28 @@ class Answer:
 
 
 def find_changes(before: str, after: str) -> Changes:
-    """Return the parts of both texts in order: without `gone` they are `after`, without `new` `before`.
+    """The parts of both texts in order: without `gone` they are `after`, without `new` `before`.
 
     Texts that have hardly a word in common give `after` alone, as new.
     """
-    old, new = _WORD.findall(before), _WORD.findall(after)
+    old = _WORD.findall(before)
+    new = _WORD.findall(after)
     changes = []
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     for kind, first, end, new_first, new_end in matcher.get_opcodes():
+        before_part = "".join(old[first:end])
+        after_part = "".join(new[new_first:new_end])
         if kind == "equal":
-            changes.append(("same", "".join(old[first:end])))
-            continue
-        if end > first:
-            changes.append(("gone", "".join(old[first:end])))
-        if new_end > new_first:
-            changes.append(("new", "".join(new[new_first:new_end])))
-    return changes if matcher.ratio() >= FAR else [("new", after)]
+            changes.append(("same", after_part))
+        else:
+            changes += [("gone", before_part), ("new", after_part)]
+    if matcher.ratio() < FAR:
+        return [("new", after)]
+    return [(kind, text) for kind, text in changes if text]
 
 
 def group_answers(runs: Sequence[RunFiles]) -> dict[str, list[Answer]]:
-    """Return {prompt: its answers}, by step, then by run."""
+    """{prompt: its answers}, by step, then by run."""
     groups: dict[str, list[Answer]] = {}
     for number, run in enumerate(runs):
         seen: Counter[tuple[str, int]] = Counter()
@@ -82,7 +84,7 @@ def mark_changes(answers: Sequence[Answer]) -> None:
 
 
 def build_samples(runs: Sequence[RunFiles]) -> dict[str, Any]:
-    """Return `cards`: prompts that were answered several times, `singles`: once, by step, and `num_singles`.
+    """`cards`: prompts that were answered several times, `singles`: once, by step, and `num_singles`.
 
     Each has `prompt`, `row_id`, `num_steps` and `answers` with their changes.
     """
@@ -102,11 +104,15 @@ def _build_card(prompt: str, answers: Sequence[Answer]) -> dict[str, Any]:
     steps = sorted({answer.step for answer in answers})
     kept = [answer for answer in answers if answer.step in spread(steps, MAX_ANSWERS)]
     mark_changes(kept)
-    told = {"prompt": cut(prompt, MAX_PROMPT_CHARACTERS), "row_id": kept[0].row_id, "num_steps": len(steps)}
-    return told | {"answers": kept}
+    return {
+        "prompt": cut(prompt, MAX_PROMPT_CHARACTERS),
+        "row_id": kept[0].row_id,
+        "num_steps": len(steps),
+        "answers": kept,
+    }
 
 
 def cut(text: str, most: int = MAX_CHARACTERS) -> str:
-    """Return the text without space around it, its end replaced by a count where it is too long."""
+    """The text without space around it, its end replaced by a count where it is too long."""
     text = text.strip()
     return text if len(text) <= most else f"{text[:most]} [... {len(text) - most:,} characters]"
