@@ -24,15 +24,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-if not __package__:  # run as a script: import from the repository root, not from this folder
-    sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # the repository, where this is run as a script
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # the pretended GPU is the tests'
 
 import torch
 from pretended_gpu import pretended_gpu
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
-from benchmarks.measuring import print_result, read_args
+from benchmarks.measuring import begin, print_result, print_table
 from benchmarks.workload import TINY, small_llama_config
 from common.data.packed_batch import PackedBatch, collate_pairs, collate_sft
 from common.engine.ds_config import build_config, build_engine
@@ -43,8 +42,6 @@ from common.generation.inference_module import share_weights
 from common.models.loading import DTYPES
 from common.models.policy_model import PolicyModel
 from common.models.value_model import ScoreHead, ValueModel
-from common.programs import startup
-from common.ranks import distributed
 from step1_sft.arguments import SFTArguments
 from step1_sft.sft_trainer import SFTTrainer
 from step2_reward.arguments import RewardArguments
@@ -71,12 +68,12 @@ class Traffic(NamedTuple):
     launches: float
 
     def per(self, less: "Traffic", times: int) -> "Traffic":
-        """Return how much more this is than `less`, `times` times over."""
+        """The difference to `less`, `times` times over."""
         return Traffic(*((a - b) / times for a, b in zip(self, less, strict=True)))
 
 
 def count(gpu: Any, run: Callable[[], Any]) -> Traffic:
-    """Return what `run` does."""
+    """Traffic of `run`."""
     gpu.clear()
     run()
     copied = [copy.num_bytes for copy in gpu.copies]
@@ -84,7 +81,7 @@ def count(gpu: Any, run: Callable[[], Any]) -> Traffic:
 
 
 def make_rollout(first: int) -> PackedBatch:
-    """Return a rollout batch of `NUM_ROWS` that has all that a PPO update reads."""
+    """A rollout batch of `NUM_ROWS` that has all that a PPO update reads."""
     num_response = torch.full((NUM_ROWS,), NUM_TOKENS // 2)
     ids = torch.arange(NUM_ROWS * NUM_TOKENS // 2) % 8 + 4
     batch = PackedBatch(tuple(range(first, first + NUM_ROWS)), {}, {})
@@ -98,7 +95,7 @@ def make_rollout(first: int) -> PackedBatch:
 
 
 def text_rows(first: int) -> list[dict[str, Any]]:
-    """Return `NUM_ROWS` rows of text, as step 1 and step 2 have them."""
+    """`NUM_ROWS` rows of text, as step 1 and step 2 have them."""
     ids, start = [4 + i % 4 for i in range(NUM_TOKENS)], {"margin": 0.0}
     start |= {"chosen_response_start": 4, "rejected_response_start": 4}
     rejected = [*ids[:6], 9, *ids[7:-3]]
@@ -107,7 +104,7 @@ def text_rows(first: int) -> list[dict[str, Any]]:
 
 
 def build_steps(kind: str, stage: int = 1, dtype: str = "bf16", **shape: Any) -> dict[str, Callable]:
-    """Return name -> an optimizer step, or the scores, of n micro-batches, of a model that is a policy or a
+    """Name -> an optimizer step, or the scores, of n micro-batches, of a model that is a policy or a
     value model by `kind`; in the block of a pretended GPU.
     """
     config, is_policy = small_llama_config(num_labels=1, **shape), kind == "policy"
@@ -136,22 +133,22 @@ def build_steps(kind: str, stage: int = 1, dtype: str = "bf16", **shape: Any) ->
 
 
 def count_training(shape: dict[str, Any]) -> dict[str, Traffic]:
-    """Return what each kind of step costs, by its name: a micro-batch, a step of three."""
-    found = {}
+    """Cost of each kind of step, by its name: a micro-batch, a step of three."""
+    counts = {}
     for kind in ("policy", "value"):
         with pretended_gpu() as gpu:
             for name, step in build_steps(kind, **shape).items():
                 step(1)  # makes the optimizer's moments
                 one, three = (count(gpu, functools.partial(step, n)) for n in (1, 3))
-                found |= {f"{name}: a micro-batch": three.per(one, 2), f"{name}: three": three}
+                counts |= {f"{name}: a micro-batch": three.per(one, 2), f"{name}: three": three}
             del step
         gc.collect()
-    return found
+    return counts
 
 
 def count_decoding(shape: dict[str, Any]) -> dict[str, Traffic]:
-    """Return what a token step of all slots costs, by a graph and without one."""
-    found = {}
+    """Cost of a token step of all slots, by a graph and without one."""
+    counts = {}
     ids = torch.arange(SLOTS * PROMPT).view(SLOTS, PROMPT) % 8 + 4
     torch.manual_seed(0)
     model = LlamaForCausalLM(small_llama_config(**shape)).to(torch.bfloat16).eval()
@@ -169,25 +166,23 @@ def count_decoding(shape: dict[str, Any]) -> dict[str, Traffic]:
             for length in 2 * ANSWERS:  # what comes twice is captured
                 generate(length)
             short, long = (count(gpu, functools.partial(generate, length)) for length in ANSWERS)
-            found[f"a token step, {way}"] = long.per(short, ANSWERS[1] - ANSWERS[0])
-    return found
+            counts[f"a token step, {way}"] = long.per(short, ANSWERS[1] - ANSWERS[0])
+    return counts
 
 
 def main() -> None:
     """Count, print a row each, and the last line."""
-    args = read_args(__doc__)
-    startup.quiet_libraries()
-    distributed.start()
+    args = begin(__doc__)
     shape, rows = (TINY if args.quick else SHAPE), []
     for layers in (1, 2):
         sized = shape | {"num_hidden_layers": layers}
         rows.append(count_training(sized) | count_decoding(sized))
     one, two = rows
-    print(f"{'2 layers':<36}{'waits':>8}{'copies':>8}{'bytes':>10}{'launches':>10}{'a layer':>9}")
+    table = []
     for name, traffic in two.items():
         per_layer = traffic.launches - one[name].launches
-        shown = [traffic.waits, traffic.copies, traffic.copied_bytes, traffic.launches, per_layer]
-        print(f"{name:<36}" + "".join(f"{x:>{w}g}" for x, w in zip(shown, (8, 8, 10, 10, 9), strict=True)))
+        table.append({"2 layers": name} | traffic._asdict() | {"launches a layer": per_layer})
+    print_table(table)
     plain, graph = (f"a token step, {way}" for way in ("plainly", "by a graph"))
     print_result(
         "device_traffic",
@@ -201,7 +196,6 @@ def main() -> None:
         decode_launches_per_layer=two[plain].launches - one[plain].launches,
         traffic={name: traffic._asdict() for name, traffic in two.items()},
     )
-    distributed.stop()
 
 
 if __name__ == "__main__":

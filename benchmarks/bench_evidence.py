@@ -5,21 +5,22 @@ python benchmarks/bench_evidence.py NAME [--quick] [--data_path FILE ...] [--trl
 
 NAME is a file of benchmarks/evidence, whose first lines say what is run and how long it takes. The facts go
 to docs/results/NAME.json with command, commit and machine, the curves to docs/results/NAME.svg. Runs are kept
-in output/evidence/NAME: the same command goes on where it was stopped. --quick: tiny, nothing is kept.
+in output/evidence/NAME: the same command resumes where it was stopped. --quick: tiny, nothing is kept.
 
 The last line is a JSON object: the facts.
 """
 
 import argparse
-import importlib
 import json
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-if not __package__:  # run as a script: import from the repository root, not from this folder
-    sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT)]  # where this is run as a script
 
+from benchmarks.evidence import runs
 from benchmarks.measuring import describe_machine
 from tools.report.charts import render_picture
 
@@ -31,20 +32,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("--quick", action="store_true", help="tiny sizes; nothing is kept")
-    parser.add_argument("--data_path", nargs="+", help="of rewards: files of pairs")
-    told = "of peers: the Pythons of make_peer_env.sh trl-1.16 and, for PPO, trl-1.12"
-    parser.add_argument("--trl_python", nargs="+", default=[], help=told)
+    parser.add_argument("--data_path", nargs="+", default=[], help="of rewards: files of pairs")
+    trl_help = "of peers: the Pythons of make_peer_env.sh trl-1.16 and, for PPO, trl-1.12"
+    parser.add_argument("--trl_python", nargs="+", default=[], help=trl_help)
     args = parser.parse_args()
-    section = importlib.import_module(f"benchmarks.evidence.{args.name}")
-    facts, panels = section.measure(args)
+    if args.name == "peers":
+        from benchmarks.evidence import peers
+
+        facts, panels, x_name = peers.measure(args.trl_python, is_quick=args.quick)
+    elif args.name == "scale":
+        from benchmarks.evidence import scale
+
+        facts, panels, x_name = scale.measure(is_quick=args.quick)
+    else:
+        data = [str(Path(path).resolve()) for path in args.data_path]
+        facts, panels, x_name = runs.measure(args.name, is_quick=args.quick, data=data)
     facts = {"name": args.name} | describe_machine() | facts
-    picture = render_picture(panels, getattr(section, "X_NAME", "step"))
+    picture = render_picture(panels, x_name)
     if not args.quick:
-        kept = ROOT / "docs/results"
-        kept.mkdir(exist_ok=True)
-        (kept / f"{args.name}.json").write_text(json.dumps(facts, indent=1) + "\n")
-        (kept / f"{args.name}.svg").write_text(picture)
+        folder = ROOT / "docs/results"
+        (folder / f"{args.name}.json").write_text(as_json(facts))
+        (folder / f"{args.name}.svg").write_text(picture)
     print(json.dumps(facts))
+
+
+def as_json(facts: dict[str, Any]) -> str:
+    """The facts as a file, a line for each innermost list or object."""
+    text = json.dumps(facts, indent=1)
+    return re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda inner: re.sub(r"\s+", " ", inner[0]), text) + "\n"
 
 
 if __name__ == "__main__":

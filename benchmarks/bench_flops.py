@@ -25,15 +25,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-if not __package__:  # run as a script: import from the repository root, not from this folder
-    sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # the repository, where this is run as a script
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
 from benchmarks import bench_ppo_step, bench_train
-from benchmarks.measuring import print_result, read_args
+from benchmarks.measuring import begin, print_result, print_table
 from benchmarks.workload import (
     TINY,
     VOCABULARY,
@@ -45,8 +44,7 @@ from benchmarks.workload import (
     small_llama_config,
 )
 from common.data.packed_batch import PackedBatch
-from common.programs import single_model, startup
-from common.ranks import distributed
+from common.programs import single_model
 from common.ranks.step_costs import COSTS
 from step2_reward.answer_scores import SIDES
 from step3_ppo.ppo_trainer import PPOTrainer
@@ -55,7 +53,6 @@ NUM_ROWS, NUM_PROMPTS, NUM_SAMPLES = 32, 4, 8
 QUICK_ROWS, QUICK_PROMPTS = 16, 2
 MAX_PROMPT, MAX_RESPONSE = bench_ppo_step.MAX_PROMPT, bench_ppo_step.MAX_RESPONSE
 KEYS_AT_ONCE = 512  # that torch's attention of a CPU multiplies queries with, later ones among them
-GFLOP = 1e9
 
 Read = tuple[list[int], set[int]]  # a sequence's token ids, and the positions that something reads
 Groups = list[list[Read]]  # the sequences that may share how they begin
@@ -80,7 +77,7 @@ def _added_product(_: Any, left: torch.Size, right: torch.Size, **__: Any) -> in
 
 
 def build_counter() -> FlopCounterMode:
-    """Return torch's counter, which also knows the attention of a CPU and sums in place."""
+    """Torch's counter, which also knows the attention of a CPU and sums in place."""
     aten = torch.ops.aten
     more = {
         aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
@@ -122,7 +119,7 @@ class Work:
 
     @classmethod
     def of(cls, groups: Groups) -> "Work":
-        """Return the least work."""
+        """The least work."""
         work = cls()
         for group in groups:
             nodes: dict[tuple[int, int], int] = {}  # (what stands before, token): its number
@@ -143,7 +140,7 @@ class Work:
 
 
 def forward_flops(config: LlamaConfig, work: Work, head_rows: int) -> int:
-    """Return the FLOPs of a forward pass; the head has `head_rows` rows."""
+    """The FLOPs of a forward pass; the head has `head_rows` rows."""
     width = config.num_attention_heads * config.head_dim
     keys_values = 2 * config.hidden_size * config.num_key_value_heads * config.head_dim
     others = 2 * config.hidden_size * width + 3 * config.hidden_size * config.intermediate_size
@@ -156,7 +153,7 @@ def forward_flops(config: LlamaConfig, work: Work, head_rows: int) -> int:
 def phase_row(
     config: LlamaConfig, done: int, passes: Iterable[Groups], *, is_policy: bool, is_trained: bool
 ) -> dict[str, int]:
-    """Return the FLOPs of a phase, done and needed; `passes` are those over its rows."""
+    """The FLOPs of a phase, done and needed; `passes` are those over its rows."""
     head_rows, factor = VOCABULARY if is_policy else 1, 3 if is_trained else 1
     needed = sum(factor * forward_flops(config, Work.of(groups), head_rows) for groups in passes)
     if done < needed:
@@ -168,7 +165,7 @@ def phase_row(
 
 
 def row_groups(section: str, batch: PackedBatch) -> Groups:
-    """Return the sequences of a training batch, and what their losses read."""
+    """The sequences of a training batch, and what their losses read."""
     if section == "sft":
         columns = zip(batch.sequences("input_ids"), batch.sequences("loss_mask"), strict=True)
         return [[(ids.tolist(), set((mask.nonzero() - 1).flatten().tolist()))] for ids, mask in columns]
@@ -181,12 +178,12 @@ def row_groups(section: str, batch: PackedBatch) -> Groups:
 
 
 def end_or_answer(ids: list[int], start: int, section: str) -> set[int]:
-    """Return the last position for a reward model, else those before an answer's tokens."""
+    """The last position for a reward model, else those before an answer's tokens."""
     return {len(ids) - 1} if section == "reward" else set(range(start - 1, len(ids) - 1))
 
 
 def count_training(section: str, folder: str, config: LlamaConfig, num_rows: int) -> dict[str, dict]:
-    """Return the row of a pass by its one phase."""
+    """The row of a pass by its one phase."""
     rows = (sft_rows if section == "sft" else pair_rows)(num_rows, seed=1)
     run = bench_train.our_pass(section, rows, folder, is_packed=True)
     passes, train_step = [], single_model.Trainer.train_step
@@ -202,7 +199,7 @@ def count_training(section: str, folder: str, config: LlamaConfig, num_rows: int
 
 
 def response_groups(batches: Iterable[PackedBatch], section: str) -> Groups:
-    """Return the prompts with their responses, by prompt, and what is read of them."""
+    """The prompts with their responses, by prompt, and what is read of them."""
     groups: dict[int, list[Read]] = {}
     for batch in batches:
         columns = (batch.sequences("prompt_ids"), batch.sequences("response_ids"))
@@ -215,7 +212,7 @@ def response_groups(batches: Iterable[PackedBatch], section: str) -> Groups:
 def count_rollouts(
     algorithm: str, models: dict[str, str], config: LlamaConfig, num_prompts: int
 ) -> dict[str, dict]:
-    """Return the rows of the second step of PPO or GRPO by their phases: the first checks the sampler."""
+    """The rows of the second step of PPO or GRPO by their phases: the first checks the sampler."""
     num_samples = NUM_SAMPLES if algorithm == "grpo" else 1
     flags = {
         "actor_model_name_or_path": models["policy"],
@@ -263,35 +260,30 @@ def count_rollouts(
     }
 
 
-def print_table(found: dict[str, dict[str, dict]]) -> None:
-    """Print each phase, and each whole step."""
-    print(f"{'GFLOP':<22}{'done':>10}{'needed':>10}{'ratio':>8}")
-    for section, phases in found.items():
-        for phase, row in phases.items():
-            done, needed = (row[name] / GFLOP for name in ("done", "needed"))
-            print(f"{section + ' ' + phase:<22}{done:>10.3f}{needed:>10.3f}{done / needed:>8.3f}")
-
-
 def main() -> None:
     """Count all steps."""
-    args = read_args(__doc__)
-    startup.quiet_libraries()
-    distributed.start()
+    args = begin(__doc__)
     sizes = TINY if args.quick else {}
     config = small_llama_config(**sizes)
     num_rows, num_prompts = (QUICK_ROWS, QUICK_PROMPTS) if args.quick else (NUM_ROWS, NUM_PROMPTS)
-    found = {}
+    results = {}
     with tempfile.TemporaryDirectory() as folder:
         models = save_models(folder, 0, **sizes)
         for section in ("sft", "reward", "dpo"):
             model = models["reward" if section == "reward" else "policy"]
-            found[section] = count_training(section, model, config, num_rows)
+            results[section] = count_training(section, model, config, num_rows)
         for algorithm in ("ppo", "grpo"):
-            found[algorithm] = count_rollouts(algorithm, models, config, num_prompts)
-    for phases in found.values():
+            results[algorithm] = count_rollouts(algorithm, models, config, num_prompts)
+    for phases in results.values():
         phases["whole"] = dict(sum((Counter(row) for row in phases.values()), Counter()))
-    print_table(found)
-    done, needed = (sum(f["whole"][name] for f in found.values()) for name in ("done", "needed"))
+    print_table(
+        [
+            {"phase": f"{section} {phase}"} | row | {"ratio": row["done"] / row["needed"]}
+            for section, phases in results.items()
+            for phase, row in phases.items()
+        ]
+    )
+    done, needed = (sum(f["whole"][name] for f in results.values()) for name in ("done", "needed"))
     print_result(
         "flops",
         done,
@@ -300,10 +292,9 @@ def main() -> None:
         runs=1,
         unit="FLOP",
         model=f"random Llamas, {size_of(**sizes)}",
-        **{section: round(f["whole"]["done"] / f["whole"]["needed"], 4) for section, f in found.items()},
-        phases=found,
+        **{section: round(f["whole"]["done"] / f["whole"]["needed"], 4) for section, f in results.items()},
+        phases=results,
     )
-    distributed.stop()
 
 
 if __name__ == "__main__":

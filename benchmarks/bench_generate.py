@@ -24,10 +24,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-if not __package__:  # run as a script: import from the repository root, not from this folder
-    sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # the repository, where this is run as a script
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaForCausalLM, StoppingCriteriaList
@@ -50,7 +50,6 @@ from common.generation.generate import Generator
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
 from common.generation.inference_module import share_weights
 from common.models.model_flops import ModelFlops
-from common.programs import startup
 from common.ranks import distributed
 
 VOCABULARY, PAD = 8192, 0
@@ -70,13 +69,13 @@ class Workload:
     lengths: torch.Tensor  # (B,) int64, response tokens
 
     def part(self, rows: slice) -> "Workload":
-        """Return some of its prompts, cut to the width that they need."""
+        """Some of its prompts, cut to the width that they need."""
         width = int(self.prompt_mask[rows].sum(1).max())
         return Workload(self.prompt_ids[rows, -width:], self.prompt_mask[rows, -width:], self.lengths[rows])
 
 
 def chat_workload(*, is_quick: bool) -> Workload:
-    """Return random prompts, with response lengths of a chat model: many short, few long, mean about 33."""
+    """Random prompts, with response lengths of a chat model: many short, few long, mean about 33."""
     generator = torch.Generator().manual_seed(1)
     draw = 4 - 26 * (1 - torch.rand(NUM_PROMPTS, generator=generator)).log()
     lengths = draw.long().clamp(4, 128)
@@ -93,10 +92,9 @@ def chat_workload(*, is_quick: bool) -> Workload:
     return Workload(ids.to(device), mask.to(device), lengths.to(device))
 
 
-def stop_at_lengths(work: Workload) -> StoppingCriteriaList:
-    """Return what ends each response at its length."""
-    start = work.prompt_ids.shape[1]
-    return StoppingCriteriaList([lambda ids, scores, **_: ids.shape[1] - start >= work.lengths])
+def has_ended(work: Workload, ids: torch.Tensor, _: Any, **__: Any) -> torch.Tensor:
+    """Which responses have their length."""
+    return ids.shape[1] - work.prompt_ids.shape[1] >= work.lengths
 
 
 def run_transformers(model: Any, work: Workload, batch_size: int, **options: Any) -> None:
@@ -111,13 +109,13 @@ def run_transformers(model: Any, work: Workload, batch_size: int, **options: Any
             max_new_tokens=int(part.lengths.max()),
             pad_token_id=PAD,
             eos_token_id=None,
-            stopping_criteria=stop_at_lengths(part),
+            stopping_criteria=StoppingCriteriaList([partial(has_ended, part)]),
             **options,
         )
 
 
 def time_continuous_batching(model: Any, work: Workload, num_slots: int) -> float:
-    """Return the seconds of transformers' continuous batching of all responses, `num_slots` at a time.
+    """The seconds of transformers' continuous batching of all responses, `num_slots` at a time.
 
     Its thread is started before the clock, with the first response, and ended behind it: asleep, it makes
     whatever else the process does a third slower. Its cache has room for so many of the longest: left to
@@ -140,8 +138,8 @@ def time_continuous_batching(model: Any, work: Workload, num_slots: int) -> floa
         def run(requests: list[tuple[list[int], int]]) -> None:
             for ids, length in requests:
                 manager.add_request(ids, max_new_tokens=length)
-            found = [len(manager.get_result().generated_tokens) for _ in requests]
-            if sorted(found) != sorted(length for _, length in requests):
+            results = [len(manager.get_result().generated_tokens) for _ in requests]
+            if sorted(results) != sorted(length for _, length in requests):
                 raise AssertionError("responses of other lengths than were asked for")
 
         run(requests[:1])
@@ -152,36 +150,31 @@ def run_ours(generator: Generator, work: Workload) -> None:
     """Sample all responses by our decoder, log-probabilities included."""
     options = SamplingOptions(int(work.lengths.max()), stop_token_id=-1, pad_token_id=PAD)
     sample_ids = torch.arange(len(work.lengths), device=work.lengths.device)
-    found = generator.generate(work.prompt_ids, work.prompt_mask, sample_ids, options, limits=work.lengths)
-    if not found.response_mask.sum(1).equal(work.lengths):
+    results = generator.generate(work.prompt_ids, work.prompt_mask, sample_ids, options, limits=work.lengths)
+    if not results.response_mask.sum(1).equal(work.lengths):
         raise AssertionError("responses of other lengths than were asked for")
 
 
 def deepspeed_rollout(model: Any, work: Workload) -> Callable[[], None]:
-    """Return DeepSpeed's own rollout of all responses; it always decodes to the longest one."""
+    """DeepSpeed's own rollout of all responses; it always decodes to the longest one."""
     from deepspeed.runtime.rollout import HybridEngineRollout, RolloutRequest, SamplingConfig
 
-    class Tokenizer:
-        pad_token_id, eos_token_id = PAD, None
-
-    class Engine:  # it needs no more of an engine
-        module = model
-
-    rollout = HybridEngineRollout(Engine(), Tokenizer())
+    engine = SimpleNamespace(module=model)  # it needs no more of an engine
+    rollout = HybridEngineRollout(engine, SimpleNamespace(pad_token_id=PAD, eos_token_id=None))
     request = RolloutRequest(work.prompt_ids, work.prompt_mask)
     sampling = SamplingConfig(max_new_tokens=int(work.lengths.max()))
     return lambda: rollout.generate(request, sampling)
 
 
 def measure(ways: dict[str, Callable[[], float]], work: Workload, num_runs: int) -> Rates:
-    """Return the response tokens a second of each way, a function that returns seconds."""
+    """The response tokens a second of each way, a function that returns seconds."""
     num_tokens = int(work.lengths.sum())
     rates = {name: lambda run=run: num_tokens / run() for name, run in ways.items()}
     return take_turns(rates, num_runs)
 
 
 def compare(model: Any, work: Workload, num_runs: int, title: str, *, with_deepspeed: bool) -> dict[str, Any]:
-    """Return the rates of one process on a workload, and the ratio."""
+    """The rates of one process on a workload, and the ratio."""
     ways: dict[str, Callable[[], float]] = {}
     for size in (size for size in BATCH_SIZES if size <= len(work.lengths)):
         ways[f"generate, batch {size}"] = partial(timed, run_transformers, model, work, size)
@@ -193,16 +186,16 @@ def compare(model: Any, work: Workload, num_runs: int, title: str, *, with_deeps
         generator = Generator(lent, num_slots=slots)
         ways[f"ours, {slots} slots"] = partial(timed, run_ours, generator, work)
     rates = measure(ways, work, num_runs)
-    found = {"rates": rates, "ratio": print_rates(title, rates, "generate")}
+    results = {"rates": rates, "ratio": print_rates(title, rates, "generate")}
     shares, lengths = PeakShares(), (work.prompt_mask.sum(1).cpu(), work.lengths.cpu())
     flops = ModelFlops(model, model.lm_head).of_generation(*lengths, num_samples=1) / int(lengths[1].sum())
     for name, rate in rates.items():
         shares.add(name, flops * rate["median"])
-    return found | shares.facts()
+    return results | shares.facts()
 
 
 def run_single(model: Any, work: Workload, num_runs: int, *, is_quick: bool) -> dict[str, Any]:
-    """Return our rate with the first prompt alone, and what share of copy bandwidth it reads weights with."""
+    """Our rate with the first prompt alone, and what share of copy bandwidth it reads weights with."""
     generator, one = Generator(share_weights(model), num_slots=1), work.part(slice(0, 1))
     rates = measure({"ours, one prompt": partial(timed, run_ours, generator, one)}, one, num_runs)
     bandwidth = copy_bandwidth(COPIED_BYTES[is_quick], distributed.device())
@@ -215,7 +208,7 @@ def run_single(model: Any, work: Workload, num_runs: int, *, is_quick: bool) -> 
 
 
 def run_zero3_rank(engine: Any, num_runs: int, is_quick: bool) -> Rates:
-    """Return the rates of two ranks together: three ways to generate with weights that ZeRO 3 has sharded."""
+    """The rates of two ranks together: three ways to generate with weights that ZeRO 3 has sharded."""
     engine.eval()
     whole = chat_workload(is_quick=is_quick)
     work = whole.part(slice(distributed.rank(), None, distributed.world_size()))
@@ -244,7 +237,7 @@ def run_zero3_rank(engine: Any, num_runs: int, is_quick: bool) -> Rates:
 
 
 def run_zero3(model: Any, num_runs: int, *, is_quick: bool) -> dict[str, Any]:
-    """Return the rates of two ranks together, and the ratios over both of generate's."""
+    """The rates of two ranks together, and the ratios over both of generate's."""
     rates = run_ranks(run_zero3_rank, model, 2, num_runs, is_quick)
     title = "zero3: two ranks, half of the chat prompts each"
     over_gathered = print_rates(title, rates, "generate, gathered")
@@ -256,7 +249,6 @@ def run_zero3(model: Any, num_runs: int, *, is_quick: bool) -> dict[str, Any]:
 def main() -> None:
     """Run all sections."""
     args = read_args(__doc__, 5)
-    startup.quiet_libraries()
     torch.manual_seed(0)
     shape = TINY if args.quick else {"num_hidden_layers": 6}
     model = LlamaForCausalLM(small_llama_config(tie_word_embeddings=True, **shape)).eval()
@@ -266,18 +258,18 @@ def main() -> None:
     fixed = Workload(work.prompt_ids, work.prompt_mask, torch.full_like(lengths, FIXED_TOKENS))
     spread = f"4 to {lengths.max()} tokens, mean {lengths.float().mean():.1f}"
     title = f"chat: {len(lengths)} prompts, responses of {spread}"
-    found = {"chat": compare(model, work, args.runs, title, with_deepspeed=True)}
+    results = {"chat": compare(model, work, args.runs, title, with_deepspeed=True)}
     title = f"fixed: {len(lengths)} prompts, {FIXED_TOKENS} tokens each"
-    found["fixed"] = compare(model, fixed, args.runs, title, with_deepspeed=False)
-    found["single"] = run_single(model, work, args.runs, is_quick=args.quick)
-    found["zero3"] = run_zero3(model, args.runs, is_quick=args.quick)
+    results["fixed"] = compare(model, fixed, args.runs, title, with_deepspeed=False)
+    results["single"] = run_single(model, work, args.runs, is_quick=args.quick)
+    results["zero3"] = run_zero3(model, args.runs, is_quick=args.quick)
     print_result(
         "generate",
-        best(found["chat"]["rates"], "ours"),
-        best(found["chat"]["rates"], "generate"),
+        best(results["chat"]["rates"], "ours"),
+        best(results["chat"]["rates"], "generate"),
         runs=args.runs,
         model=f"random Llama, {size_of(**shape)}",
-        sections=found,
+        sections=results,
     )
 
 

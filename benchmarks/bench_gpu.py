@@ -21,19 +21,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a script: import from the repository root, not from this folder
-    sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # the repository, where this is run as a script
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from benchmarks.bench_ppo_step import NUM_PROMPTS, our_step
 from benchmarks.measuring import (
+    begin,
     copy_bandwidth,
     plan_run,
     print_rates,
     print_result,
-    read_args,
     take_turns,
     timed,
 )
@@ -42,7 +41,7 @@ from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.generation.inference_module import share_weights
 from common.generation.kv_cache import kv_bytes_per_token
-from common.programs import startup
+from common.models.loading import DTYPES
 from common.ranks import distributed
 from tools.memory_plan import MemoryPlan
 from tools.planned_run import known_config
@@ -55,7 +54,7 @@ GIB = 2**30
 
 
 def build_opt(size: str, auto_class: Any = AutoModelForCausalLM, *, is_quick: bool) -> PreTrainedModel:
-    """Return a random OPT of a size, on this process's device in its 16-bit type."""
+    """A random OPT of a size, on this process's device in its 16-bit type."""
     config = known_config(f"facebook/opt-{size}")
     for name, value in (TINY if is_quick else {}).items():
         setattr(config, name, value)
@@ -66,8 +65,8 @@ def build_opt(size: str, auto_class: Any = AutoModelForCausalLM, *, is_quick: bo
 
 
 def own_dtype() -> torch.dtype:
-    """Return what this device computes with by default."""
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(distributed.dtype_name(""), torch.float32)
+    """What this device computes with by default."""
+    return DTYPES[distributed.dtype_name()]
 
 
 class Decode:
@@ -79,7 +78,7 @@ class Decode:
         self.options = SamplingOptions(num_tokens, stop_token_id=-1, pad_token_id=PAD)
 
     def seconds(self, num_tokens: int) -> float:
-        """Return the seconds of prompts and as many tokens of each."""
+        """The seconds of prompts and as many tokens of each."""
         device = distributed.device()
         ids = torch.randint(FIRST_ID, VOCABULARY, (self.batch, 2 * self.num_tokens), device=device)
         samples = torch.arange(self.batch, device=device)
@@ -88,11 +87,11 @@ class Decode:
         return timed(lambda: self.generator.generate(ids, mask, samples, self.options, limits=limits))
 
     def milliseconds(self) -> float:
-        """Return what a token step takes: all tokens less the first alone, which comes with the prompts."""
+        """Milliseconds of a token step: all tokens less the first alone, which comes with the prompts."""
         return 1e3 * (self.seconds(self.num_tokens) - self.seconds(1)) / (self.num_tokens - 1)
 
     def least_milliseconds(self, bandwidth: float) -> float:
-        """Return what reading weights, keys and values takes at a bandwidth."""
+        """Milliseconds that reading weights, keys and values takes at a bandwidth."""
         model = self.generator.model
         read = sum(p.numel() * p.element_size() for p in model.parameters())
         length = 2.5 * self.num_tokens  # in the middle of the answer
@@ -101,31 +100,32 @@ class Decode:
 
 
 def run_decode(args: Any) -> dict[str, Any]:
-    """Return the milliseconds of token steps by graphs and plainly, and the least, by batch."""
+    """The milliseconds of token steps by graphs and plainly, and the least, by batch."""
     model = build_opt("1.3b", is_quick=args.quick)
     bandwidth = copy_bandwidth(COPIED_BYTES // (64 if args.quick else 1), distributed.device())
     print(f"copies: {bandwidth / 1e9:.0f} GB/s")
-    found: dict[str, Any] = {"copy_gb_per_second": round(bandwidth / 1e9, 1), "rates": {}}
+    results: dict[str, Any] = {"copy_gb_per_second": round(bandwidth / 1e9, 1), "rates": {}}
     for batch in BATCH_SIZES[:2] if args.quick else BATCH_SIZES:
         by = {name: Decode(model, batch, 32 if args.quick else NEW_TOKENS, use_graphs=name == "ours, graphs")
               for name in ("ours, graphs", "plain")}  # fmt: skip
         least = by["ours, graphs"].least_milliseconds(bandwidth)
         rates = take_turns({name: way.milliseconds for name, way in by.items()}, args.runs)
         print_rates(f"batch {batch}, {least:.2f} ms at least", rates, "plain", "ms", is_lower_better=True)
-        found[f"least_ms_batch_{batch}"] = round(least, 4)
-        found["rates"] |= {f"batch {batch}, {name}": rate for name, rate in rates.items()}
-    return found
+        results[f"least_ms_batch_{batch}"] = round(least, 4)
+        results["rates"] |= {f"batch {batch}, {name}": rate for name, rate in rates.items()}
+    return results
 
 
 def ppo_flags(folder: str, *, is_quick: bool, with_lora: bool) -> dict[str, Any]:
-    """Return the flags of step 3 for the models in a folder."""
-    models = {name: str(Path(folder, name)) for name in ("actor", "critic")}
-    lengths = {"max_prompt_seq_len": 2 * NEW_TOKENS, "max_answer_seq_len": NEW_TOKENS}
+    """The flags of step 3 for the models in a folder."""
+    num_tokens = NEW_TOKENS
     if is_quick:
-        lengths = {name: length // 8 for name, length in lengths.items()}
+        num_tokens //= 8
     return {
-        **{f"{name}_model_name_or_path": path for name, path in models.items()},
-        **lengths,
+        "actor_model_name_or_path": f"{folder}/actor",
+        "critic_model_name_or_path": f"{folder}/critic",
+        "max_prompt_seq_len": 2 * num_tokens,
+        "max_answer_seq_len": num_tokens,
         "per_device_training_batch_size": NUM_PROMPTS // 4,
         "gradient_accumulation_steps": 4,
         "ppo_epochs": 1,
@@ -136,20 +136,17 @@ def ppo_flags(folder: str, *, is_quick: bool, with_lora: bool) -> dict[str, Any]
 
 
 def plan(flags: dict[str, Any]) -> MemoryPlan:
-    """Return what the plan says of these flags on this device."""
-    flags = flags | {
-        "stage": 3,
-        "enable_hybrid_engine": True,
-        "per_device_generation_batch_size": NUM_PROMPTS,
-    }
+    """The plan of these flags on this device."""
+    machine: dict[str, Any] = {"gpu": "cpu"}
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(distributed.device()).total_memory
-        return MemoryPlan(plan_run(flags | {"gpu": "h100-80g", "gpu_memory_gib": memory / GIB}))
-    return MemoryPlan(plan_run(flags | {"gpu": "cpu"}))
+        machine = {"gpu": "h100-80g", "gpu_memory_gib": memory / GIB}
+    step = {"stage": 3, "enable_hybrid_engine": True, "per_device_generation_batch_size": NUM_PROMPTS}
+    return MemoryPlan(plan_run(flags | step | machine))
 
 
 def run_ppo(args: Any) -> dict[str, Any]:
-    """Return seconds of a PPO step, its peak of device memory and what was planned, in GiB."""
+    """Seconds of a PPO step, its peak of device memory and what was planned, in GiB."""
     gc.collect()  # the decoders' models
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -172,21 +169,19 @@ def run_ppo(args: Any) -> dict[str, Any]:
         step = our_step(prompts, flags["critic_model_name_or_path"], **flags)
         rates = take_turns({"ours": lambda: timed(step)}, args.runs)
     print_rates(f"a PPO step{', LoRA' if flags['actor_lora_dim'] else ''}", rates, "ours", "seconds")
-    found = {"rates": rates, "lora_dim": flags["actor_lora_dim"]}
-    found["planned_gib"] = round(sum(v for (_, what), v in peak.gpu.items() if what != "reserved") / GIB, 2)
+    results = {"rates": rates, "lora_dim": flags["actor_lora_dim"]}
+    results["planned_gib"] = round(sum(v for (_, what), v in peak.gpu.items() if what != "reserved") / GIB, 2)
     if torch.cuda.is_available():
-        found["peak_gib"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
-        print(f"peak memory: {found['peak_gib']} GiB, planned {found['planned_gib']}")
-    return found
+        results["peak_gib"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
+        print(f"peak memory: {results['peak_gib']} GiB, planned {results['planned_gib']}")
+    return results
 
 
 def main() -> None:
     """Run all sections."""
-    args = read_args(__doc__, 5)
-    startup.quiet_libraries()
-    distributed.start()
-    found = {"decode": run_decode(args), "ppo": run_ppo(args)}
-    decode = found["decode"]
+    args = begin(__doc__, 5)
+    results = {"decode": run_decode(args), "ppo": run_ppo(args)}
+    decode = results["decode"]
     print_result(
         "gpu",
         decode["rates"]["batch 1, ours, graphs"]["median"],
@@ -195,9 +190,8 @@ def main() -> None:
         runs=args.runs,
         unit="ms",
         model=f"random OPT{', tiny' if args.quick else '-1.3B'}, {own_dtype()}",
-        sections=found,
+        sections=results,
     )
-    distributed.stop()
 
 
 if __name__ == "__main__":

@@ -17,65 +17,56 @@ the smallest vocabulary to the largest at the longest length, beside what the lo
 take.
 """
 
-import math
-import multiprocessing
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a script: import from the repository root, not from this folder
-    sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # the repository, where this is run as a script
 
-from benchmarks.measuring import Peer, peak_since, print_result, read_args, start_peak
+import torch
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification
+
+from benchmarks.bench_train import build_ours
+from benchmarks.measuring import (
+    Peer,
+    in_new_process,
+    peak_since,
+    print_result,
+    print_table,
+    read_args,
+    start_peak,
+)
 from benchmarks.workload import WARM_UP_TOKENS, memory_pairs, memory_rows, small_llama_config
+from common.programs import startup
+from common.ranks import distributed
 
 ROWS = 4
 WAYS = ("ours", "trl", "trl_labels_only", "logits")
+TRL_WAYS: dict[str, dict[str, dict[str, Any]]] = {
+    "sft": {"trl": {"batch_size": ROWS}, "trl_labels_only": {"batch_size": ROWS, "labels_only": True}},
+    "reward": {"trl": {"batch_size": ROWS}, "trl_accumulating": {"batch_size": 1, "accumulation": ROWS}},
+}
 LENGTHS, VOCABULARIES = (256, 512, 1024), (8192, 32000, 128000)
 QUICK_LENGTHS, QUICK_VOCABULARIES = (64,), (8192,)
 MIB = 2**20
 
 
-def our_peak(length: int, vocabulary: int, *, is_reward: bool) -> int:
-    """Return the peak bytes of our step in this process, which must be a new one."""
-    import torch
-    from transformers import LlamaForCausalLM, LlamaForSequenceClassification
-
-    from common.data.global_batches import GlobalBatches
-    from common.data.packed_batch import collate_pairs, collate_sft
-    from common.engine.ds_config import build_config
-    from common.programs import single_model, startup, training_loop
-    from common.programs.startup import Start
-    from common.ranks import distributed
-    from step1_sft.arguments import SFTArguments
-    from step1_sft.sft_trainer import SFTTrainer
-    from step2_reward.arguments import RewardArguments
-    from step2_reward.pair_trainer import RewardTrainer
-
-    if is_reward:
-        flags, kind, load = RewardArguments, RewardTrainer, training_loop.load_ranker
-        model_class, build_rows, collate = LlamaForSequenceClassification, memory_pairs, collate_pairs
-    else:
-        flags, kind, load = SFTArguments, SFTTrainer, training_loop.load_policy
-        model_class, build_rows, collate = LlamaForCausalLM, memory_rows, collate_sft
+def our_peak(task: str, length: int, vocabulary: int) -> int:
+    """Peak bytes of our step in this process, which must be a new one."""
+    model_class, build_rows = LlamaForCausalLM, memory_rows
+    if task == "reward":
+        model_class, build_rows = LlamaForSequenceClassification, memory_pairs
     startup.quiet_libraries()
     distributed.start()
     torch.manual_seed(0)
+    rows = build_rows(ROWS, length, vocabulary)
     with tempfile.TemporaryDirectory() as folder:
         model_class(small_llama_config(vocab_size=vocabulary, num_labels=1)).save_pretrained(folder)
-        more: dict[str, Any] = {"dtype": "fp32", "lr_scheduler_type": "constant", "log_interval": 10**9}
-        args, config = flags(model_name_or_path=folder, **more), build_config(micro_batch_size=ROWS)
-        model = load(args, config, vocabulary, dropout=0.0)
-    rows = build_rows(ROWS, length, vocabulary)
-    sides = ("chosen_ids", "rejected_ids") if is_reward else ("input_ids",)
-    lengths = [tuple(len(row[side]) for side in sides) for row in rows]
-    batches = GlobalBatches(rows, collate, rows_per_micro_batch=ROWS, row_lengths=lengths)
-    start = Start(args, None, None, ds_config=config)  # type: ignore[arg-type]
-    trainer = single_model.build_trainer(kind, start, model, batches, 10**9)
-    trainer.logger.open()
-    trainer.train_step(1, [collate(build_rows(ROWS, WARM_UP_TOKENS, vocabulary))])
+        trainer, batches = build_ours(
+            task, rows, folder, num_tokens=vocabulary, per_device_train_batch_size=ROWS
+        )
+    trainer.train_step(1, [batches.collate(build_rows(ROWS, WARM_UP_TOKENS, vocabulary))])
     baseline = start_peak()
     trainer.train_step(2, next(batches))
     peak = peak_since(baseline)
@@ -83,30 +74,14 @@ def our_peak(length: int, vocabulary: int, *, is_reward: bool) -> int:
     return peak
 
 
-def trl_peak(python: str, task: str, length: int, vocabulary: int, **more: Any) -> float:
-    """Return the peak of TRL's step in MiB, in a process of its own."""
-    sizes = {"batch_size": ROWS, "length": length, "vocabulary": vocabulary}
-    with Peer(python, task=task, **sizes | more) as peer:
-        return peer.started["peak_bytes"] / MIB
-
-
-def measure(python: str, length: int, vocabulary: int, *, is_reward: bool = False) -> dict[str, float]:
-    """Return the peaks of a size in MiB; TRL's where there is an interpreter."""
+def measure(python: str, task: str, length: int, vocabulary: int) -> dict[str, float]:
+    """The peaks of a size in MiB; TRL's where there is an interpreter, each in a process of its own."""
     size = {"length": length, "vocabulary": vocabulary}
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        size["ours"] = pool.submit(our_peak, length, vocabulary, is_reward=is_reward).result() / MIB
-    task = "reward_memory" if is_reward else "memory"
-    if python:
-        size["trl"] = trl_peak(python, task, length, vocabulary)
-        if is_reward:
-            size["trl_accumulating"] = trl_peak(
-                python, task, length, vocabulary, batch_size=1, accumulation=ROWS
-            )
-        else:
-            size["trl_labels_only"] = trl_peak(python, task, length, vocabulary, labels_only=True)
-    if is_reward:
-        return size
-    return size | {"logits": ROWS * length * vocabulary * 4 / MIB}
+    size["ours"] = in_new_process(our_peak, task, length, vocabulary) / MIB
+    for name, options in TRL_WAYS[task].items() if python else ():
+        with Peer(python, task=task, length=length, vocabulary=vocabulary, **options) as peer:
+            size[name] = peer.started["peak_bytes"] / MIB
+    return size
 
 
 def main() -> None:
@@ -114,30 +89,30 @@ def main() -> None:
     args = read_args(__doc__, peer_environment="trl-1.16")
     lengths = QUICK_LENGTHS if args.quick else LENGTHS
     vocabularies = QUICK_VOCABULARIES if args.quick else VOCABULARIES
-    found = []
-    print(f"{ROWS} rows, MiB       ours     TRL  labels  logits of all positions")
+    sizes = []
     for length in lengths:
         for vocabulary in vocabularies:
-            size = measure(args.trl_python, length, vocabulary)
-            found.append(size)
-            shown = [size.get(name, math.nan) for name in WAYS]
-            print(f"{length:>5} x {vocabulary:<8}{''.join(f'{mib:>8.0f}' for mib in shown)}", flush=True)
-    reward = measure(args.trl_python, lengths[-1], vocabularies[0], is_reward=True)
-    ours, trl, accumulating = (reward.get(name, math.nan) for name in ("ours", "trl", "trl_accumulating"))
-    print(f"reward model, pairs: ours {ours:.0f}, TRL {trl:.0f}, pair by pair {accumulating:.0f}")
-    at_longest = found[-len(vocabularies) :]
-    growth = {name: at_longest[-1][name] - at_longest[0][name] for name in WAYS if name in found[0]}
+            size = measure(args.trl_python, "sft", length, vocabulary)
+            size["logits"] = ROWS * length * vocabulary * 4 / MIB
+            sizes.append(size)
+    print(f"{ROWS} rows, MiB")
+    print_table(sizes)
+    reward = measure(args.trl_python, "reward", lengths[-1], vocabularies[0])
+    print("reward model, pairs")
+    print_table([reward])
+    at_longest = sizes[-len(vocabularies) :]
+    growth = {name: at_longest[-1][name] - at_longest[0][name] for name in WAYS if name in sizes[0]}
     print_result(
         "memory",
-        found[-1]["ours"],
-        found[-1].get("trl"),
+        sizes[-1]["ours"],
+        sizes[-1].get("trl"),
         is_lower_better=True,
         runs=1,
         unit="MiB",
         reward_ratio=round(reward["trl"] / reward["ours"], 4) if args.trl_python else None,
         reward=reward,
         growth=growth,
-        sizes=found,
+        sizes=sizes,
     )
 
 

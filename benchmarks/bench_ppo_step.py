@@ -33,20 +33,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a script: import from the repository root, not from this folder
-    sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # the repository, where this is run as a script
 
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.measuring import PeakShares, Peer, print_rates, print_result, read_args, take_turns
+from benchmarks.measuring import PeakShares, Peer, begin, print_rates, print_result, take_turns
 from benchmarks.workload import TINY, ppo_prompts, save_models, size_of
 from common.data.global_batches import GlobalBatches
 from common.data.packed_batch import collate_prompts
 from common.data.stage_datasets import StageData
 from common.data.token_cache import DataReport
-from common.programs import startup
-from common.ranks import distributed
 from common.runs.run import Run
 from step3_ppo.algorithms import fill_defaults, find_algorithm
 from step3_ppo.arguments import PPOArguments
@@ -65,7 +62,7 @@ def our_step(
     num_prompts: int = NUM_PROMPTS,
     **flags: Any,
 ) -> Callable[[], dict]:
-    """Return a function that does one step of `num_prompts` prompts and returns its metrics."""
+    """A function that does one step of `num_prompts` prompts and returns its metrics."""
     found = find_algorithm(algorithm)
     rates = {"actor_learning_rate": 1e-6, "critic_learning_rate": 1e-6}  # the lengths must stay what they are
     args = PPOArguments(
@@ -111,13 +108,11 @@ def peer_turn(peer: Peer, tokens: list[float]) -> float:
 def main() -> None:
     """Compare."""
     peer_environments = {"ppo": "trl-1.12", "grpo": "trl-1.16"}
-    args = read_args(__doc__, 10, algorithms=peer_environments)
+    args = begin(__doc__, 10, algorithms=peer_environments)
     is_grpo = args.algorithm == "grpo"
     num_samples = NUM_SAMPLES if is_grpo else 1
     other = "ours, prompts apart" if is_grpo else "ours, cut by rows"
     torch.set_num_threads(1)
-    startup.quiet_libraries()
-    distributed.start()
     sizes = TINY if args.quick else {}
     shares = PeakShares()
     tokens: dict[str, list[float]] = {name: [] for name in ("ours", other, "trl", "labels only")}  # of steps
@@ -179,7 +174,6 @@ def main() -> None:
         rates=rates,
         **facts,
     )
-    distributed.stop()
 
 
 if __name__ == "__main__":

@@ -20,26 +20,23 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a script: import from the repository root, not from this folder
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # the repository, where this is run as a script
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaForCausalLM
 
-from benchmarks.measuring import print_result, read_args, take_turns, timed
+from benchmarks.measuring import print_result, print_table, read_args, take_turns, timed
 from benchmarks.several_ranks import received_bytes, run_ranks
 from benchmarks.workload import small_llama_config
 from common.generation.resharding import Resharder, TPGroups, TPLayout, group_by_layers
 from common.generation.tp_plans import Cut, build_cuts
 from common.models.lora import TrainedWeight
-from common.programs import startup
 from common.ranks import distributed
 from common.ranks.zero3 import gather_whole
 
 WORLD_SIZES = (2, 4)
-MEGABYTE = 1e6
 
 
 class SwitchMeter(TorchDispatchMode):
@@ -89,7 +86,7 @@ def gather_all(parameters: dict[str, torch.nn.Parameter]) -> None:
 def gather_layers(
     parameters: dict[str, torch.nn.Parameter], cuts: dict[str, Cut], tp_rank: int
 ) -> dict[str, torch.Tensor]:
-    """Return this rank's slices, by way of one whole layer after the other. Every rank must call this."""
+    """This rank's slices, by way of one whole layer after the other. Every rank must call this."""
     slices = {}
     for names in group_by_layers(list(parameters), 1):
         with torch.no_grad(), gather_whole([parameters[name] for name in names]):
@@ -100,7 +97,7 @@ def gather_layers(
 
 
 def slowest_seconds(switch: Callable[[], Any]) -> float:
-    """Return the slowest rank's seconds of a switch. Every rank must call this."""
+    """The slowest rank's seconds of a switch. Every rank must call this."""
     distributed.barrier()
     return max(distributed.gather_objects(timed(switch)))
 
@@ -108,7 +105,7 @@ def slowest_seconds(switch: Callable[[], Any]) -> float:
 def measure_size(
     parameters: dict[str, torch.nn.Parameter], cuts: dict[str, Cut], tp_size: int, num_runs: int
 ) -> list[dict[str, Any]]:
-    """Return the table's rows for one tensor-parallel size. Every rank must call this."""
+    """The table's rows for one tensor-parallel size. Every rank must call this."""
     layout = TPLayout(distributed.world_size(), tp_size, distributed.rank())
     weights = {name: TrainedWeight(parameter) for name, parameter in parameters.items()}
     resharder = Resharder(weights, cuts, layout, TPGroups(layout), gather_partition_size=1)
@@ -140,15 +137,15 @@ def measure_size(
     ]
 
 
-def check_slices(found: Iterable[tuple[str, TrainedWeight]], expected: dict[str, torch.Tensor]) -> None:
+def check_slices(received: Iterable[tuple[str, TrainedWeight]], expected: dict[str, torch.Tensor]) -> None:
     """Raise RuntimeError unless both ways gave the same: a benchmark of wrong results says nothing."""
-    for name, weight in found:
+    for name, weight in received:
         if not torch.equal(weight.parameter, expected[name]):
             raise RuntimeError(f"{name}: the slice is not that of the whole weight")
 
 
 def run_rank(engine: Any, num_runs: int) -> list[dict[str, Any]]:
-    """Return the table's rows for all sizes, as one of several ranks."""
+    """The table's rows for all sizes, as one of several ranks."""
     parameters = dict(engine.module.named_parameters())
     with torch.device("meta"):
         whole = LlamaForCausalLM(engine.module.config)
@@ -159,29 +156,16 @@ def run_rank(engine: Any, num_runs: int) -> list[dict[str, Any]]:
     return rows
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
-    """Print what a rank receives and holds (the worst rank) and how long a switch takes (the slowest)."""
-    head = f"{'ranks':>5} {'tp':>3}  {'way':<13}{'received MB':>12}{'peak MB':>9}{'ms':>8}   {'range':<16}"
-    print(f"{head}\n{'-' * len(head)}")
-    for row in rows:
-        low, high = (1e3 * seconds for seconds in row["seconds_range"])
-        print(
-            f"{row['ranks']:>5} {row['tp_size']:>3}  {row['way']:<13}"
-            f"{row['received_bytes'] / MEGABYTE:>12.2f}{row['peak_bytes'] / MEGABYTE:>9.2f}"
-            f"{1e3 * row['seconds']:>8.1f}   {low:.1f} - {high:.1f}"
-        )
-
-
 def main() -> None:
-    """Run the ranks, and print what they found."""
+    """Run the ranks, and print their table."""
     args = read_args(__doc__, 15)
-    startup.quiet_libraries()
     torch.manual_seed(0)
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
     model = LlamaForCausalLM(small_llama_config(num_hidden_layers=6, tie_word_embeddings=True, **heads))
     sizes = WORLD_SIZES[:1] if args.quick else WORLD_SIZES
     rows = [row for size in sizes for row in run_ranks(run_rank, model, size, args.runs)]
-    print_table(rows)
+    table = [row | {"seconds_range": " - ".join(map(str, row["seconds_range"]))} for row in rows]
+    print_table(table)
     received = {
         row["way"]: row["received_bytes"] for row in rows if (row["ranks"], row["tp_size"]) == (sizes[-1], 2)
     }

@@ -14,18 +14,34 @@ during the second; `planned` is what `tools.plan` says of the same flags without
 The last line is a JSON object, in MiB; `ratio` is the copies' peak over that of the shared base.
 """
 
-import multiprocessing
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a script: import from the repository root, not from this folder
-    sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # the repository, where this is run as a script
 
-from benchmarks.measuring import peak_since, plan_run, print_result, read_args, start_peak
+import torch
+from transformers import LlamaForCausalLM
+
+from benchmarks.bench_ppo_step import our_step
+from benchmarks.measuring import (
+    in_new_process,
+    peak_since,
+    plan_run,
+    print_result,
+    print_table,
+    read_args,
+    start_peak,
+)
 from benchmarks.workload import TINY, VOCABULARY, build_tokenizer, ppo_prompts, size_of, small_llama_config
+from common.models.loading import ModelOptions, load_causal_lm
+from common.models.lora import LoraOptions, add_lora
+from common.models.value_model import load_value_model
+from common.programs import startup
+from common.ranks import distributed
+from common.runs.export import save_adapter
+from tools.memory_plan import MemoryPlan
 
 SIZES = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
 SIZES |= {"num_key_value_heads": 8}
@@ -35,17 +51,7 @@ MIB = 2**20
 
 
 def save_adapters(folder: Path, sizes: dict[str, int], *, is_shared: bool) -> dict[str, str]:
-    """Return the folders of an adapter for each role; all of one base, or each of a base of its own."""
-    import torch
-    from transformers import LlamaForCausalLM
-
-    from common.models.loading import ModelOptions, load_causal_lm
-    from common.models.lora import LoraOptions, add_lora
-    from common.models.value_model import load_value_model
-    from common.programs import startup
-    from common.runs.export import save_adapter
-
-    startup.quiet_libraries()
+    """The folders of an adapter for each role; all of one base, or each of a base of its own."""
     tokenizer, lora = build_tokenizer(), LoraOptions(RANK)
     for role in ROLES:
         base = folder / ("base" if is_shared else f"{role}_base")
@@ -62,7 +68,7 @@ def save_adapters(folder: Path, sizes: dict[str, int], *, is_shared: bool) -> di
 
 
 def ppo_flags(folders: dict[str, str]) -> dict[str, Any]:
-    """Return the flags of step 3 for these adapters."""
+    """The flags of step 3 for these adapters."""
     return {
         "actor_model_name_or_path": folders["actor"],
         "critic_model_name_or_path": folders["critic"],
@@ -76,11 +82,7 @@ def ppo_flags(folders: dict[str, str]) -> dict[str, Any]:
 
 
 def measure(folders: dict[str, str]) -> dict[str, float]:
-    """Return the bytes held and at the peak in this process, which must be a new one."""
-    from benchmarks.bench_ppo_step import our_step
-    from common.programs import startup
-    from common.ranks import distributed
-
+    """The bytes held and at the peak in this process, which must be a new one."""
     startup.quiet_libraries()
     distributed.start()
     prompts = ppo_prompts(64, 1, MAX_PROMPT)
@@ -95,9 +97,7 @@ def measure(folders: dict[str, str]) -> dict[str, float]:
 
 
 def plan_bytes(folders: dict[str, str]) -> dict[str, float]:
-    """Return what the plan has for the weights of all roles, and in all, of what tensors hold at the peak."""
-    from tools.memory_plan import MemoryPlan
-
+    """Planned bytes of the weights of all roles, and in all, of what tensors hold at the peak."""
     flags = {"stage": 3, "gpu": "cpu", "enable_hybrid_engine": True, "reward": f"model:{folders['reward']}"}
     flags |= ppo_flags(folders) | {"per_device_generation_batch_size": NUM_PROMPTS}
     held = MemoryPlan(plan_run(flags)).peak.gpu
@@ -111,25 +111,22 @@ def main() -> None:
     """Measure both."""
     args = read_args(__doc__)
     sizes = TINY if args.quick else SIZES
-    found: dict[str, dict[str, float]] = {}
-    print("MiB       held    peak  planned, of it weights")
+    cases: dict[str, dict[str, float]] = {}
     for name in ("shared", "copies"):
         with tempfile.TemporaryDirectory() as folder:
             folders = save_adapters(Path(folder), sizes, is_shared=name == "shared")
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-                measured = pool.submit(measure, folders).result() | plan_bytes(folders)
-        found[name] = {what: round(size / MIB, 2) for what, size in measured.items()}
-        shown = (found[name][what] for what in ("held", "peak", "planned", "weights"))
-        print(f"{name:<8}{''.join(f'{mib:>8.0f}' for mib in shown)}", flush=True)
+            measured = in_new_process(measure, folders) | plan_bytes(folders)
+        cases[name] = {what: round(size / MIB, 2) for what, size in measured.items()}
+    print_table([{"MiB": name} | case for name, case in cases.items()])
     print_result(
         "shared_base",
-        found["shared"]["peak"],
-        found["copies"]["peak"],
+        cases["shared"]["peak"],
+        cases["copies"]["peak"],
         is_lower_better=True,
         runs=1,
         unit="MiB",
         model=f"random Llama, {size_of(**sizes)}; LoRA of rank {RANK}",
-        cases=found,
+        cases=cases,
     )
 
 

@@ -27,19 +27,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a script: import from the repository root, not from this folder
-    sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # the repository, where this is run as a script
 
 import torch
 
 from benchmarks import workload
-from benchmarks.measuring import PeakShares, Peer, best, print_rates, print_result, read_args, take_turns
+from benchmarks.measuring import PeakShares, Peer, begin, best, print_rates, print_result, take_turns
 from common.data.global_batches import GlobalBatches
 from common.data.packed_batch import collate_pairs, collate_sft
 from common.engine.ds_config import config_of
-from common.programs import single_model, startup, training_loop
+from common.programs import single_model, training_loop
 from common.programs.startup import Start
-from common.ranks import distributed
 from step1_sft.arguments import SFTArguments
 from step1_sft.sft_trainer import SFTTrainer
 from step2_reward.answer_scores import shared_length
@@ -50,17 +48,23 @@ from step2_reward.pair_trainer import DPOTrainer, RewardTrainer
 MAX_SEQ_LEN, ROWS_PER_STEP = 512, 16
 # Ways of TRL by section. An optimizer step has 16 rows, or 4 packs of 512 tokens; smaller micro-batches with
 # accumulation are what a user of TRL can do about padding on a CPU.
-PACKS = {"batching": "bfd", "batch_size": 1, "accumulation": 4}
+BEST_FIT = {"packing": True, "packing_strategy": "bfd"}  # decreasing; batch_size counts packs
+ONE_ROW = {"padding_free": True, "max_length": None}  # a mask between its sequences
+PACKS = {"options": BEST_FIT, "batch_size": 1, "accumulation": 4}
 PAIR_WAYS = {
     "trl, padded": {"batch_size": 16},
     "trl, padded, accumulating": {"batch_size": 1, "accumulation": 16},
-    "trl, grouped, accumulating": {"batching": "grouped", "batch_size": 2, "accumulation": 8},
+    "trl, grouped, accumulating": {
+        "options": {"train_sampling_strategy": "group_by_length"},
+        "batch_size": 2,
+        "accumulation": 8,
+    },
 }
 TRL_WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "sft": {
         "trl, padded": {"batch_size": 16},
         "trl, padded, accumulating": {"batch_size": 1, "accumulation": 16},
-        "trl, padding_free": {"batching": "padding_free", "batch_size": 4, "accumulation": 4},
+        "trl, padding_free": {"options": ONE_ROW, "batch_size": 4, "accumulation": 4},
         "trl, packed": PACKS,
         "packed, labels only": PACKS | {"labels_only": True},
     },
@@ -79,39 +83,43 @@ def build_ours(
     rows: list[dict[str, Any]],
     folder: str,
     *,
-    is_packed: bool,
+    is_packed: bool | None = None,
     num_tokens: int = workload.VOCABULARY,
     **flags: Any,
 ) -> tuple[single_model.Trainer, GlobalBatches]:
-    """Return what trains a model of `folder` as the program does, with --packed or padded, and its batches.
+    """What trains a model of `folder`, with --packed or padded in one pass, or as the program does, and its
+    batches.
 
     `num_tokens` is the tokenizer's length. The reference of DPO and KTO has been asked.
     """
     is_sft, has_reference = section == "sft", section in ("dpo", "kto")
     load = training_loop.load_ranker if section == "reward" else training_loop.load_policy
     defaults = {"dtype": "fp32", "learning_rate": 1e-5, "lr_scheduler_type": "constant"}
+    defaults |= {"per_device_train_batch_size": ROWS_PER_STEP, "packed": bool(is_packed)}
     if has_reference:
         defaults["loss"] = section
     args = (SFTArguments if is_sft else RewardArguments)(
-        model_name_or_path=folder, packed=is_packed, log_interval=10**9, **defaults | flags
+        model_name_or_path=folder, log_interval=10**9, **defaults | flags
     )
+    num_rows = args.per_device_train_batch_size
     rows = [dict(row) for row in rows]
     lengths = [tuple(len(row[key]) for key in COLUMNS[section]) for row in rows]
     batches = GlobalBatches(
         rows,
         collate_sft if is_sft else collate_pairs,
-        rows_per_micro_batch=ROWS_PER_STEP,
+        rows_per_micro_batch=num_rows,
         accumulation=args.gradient_accumulation_steps,
         seed=1,
         row_lengths=lengths,
-        max_tokens=ROWS_PER_STEP * len(lengths[0]) * MAX_SEQ_LEN if is_packed else 0,
+        max_tokens=num_rows * len(lengths[0]) * MAX_SEQ_LEN if is_packed else 0,
         shared_lengths=list(map(shared_length, rows)) if is_packed and COLUMNS[section] == PAIR else (),
     )
-    config = config_of(args, zero_stage=args.zero_stage, offload="none", micro_batch_size=ROWS_PER_STEP)
+    config = config_of(args, zero_stage=args.zero_stage, offload="none", micro_batch_size=num_rows)
     start = Start(args, None, None, ds_config=config)  # type: ignore[arg-type]
     model = load(args, start.ds_config, num_tokens, dropout=0.0)
     trainer = single_model.build_trainer(TRAINERS[section], start, model, batches, 10**9)
-    trainer.is_packed = batches.is_packed = is_packed
+    if is_packed is not None:
+        trainer.is_packed = batches.is_packed = is_packed
     trainer.logger.open()
     with torch.no_grad():
         for first in range(0, len(rows) if has_reference else 0, ROWS_PER_STEP):
@@ -123,7 +131,7 @@ def build_ours(
 
 
 def our_pass(section: str, rows: list[dict[str, Any]], folder: str, **options: Any) -> Callable[[], None]:
-    """Return a function that trains for one pass; see `build_ours`."""
+    """A function that trains for one pass; see `build_ours`."""
     trainer, batches = build_ours(section, rows, folder, **options)
 
     def run() -> None:
@@ -134,7 +142,7 @@ def our_pass(section: str, rows: list[dict[str, Any]], folder: str, **options: A
 
 
 def run_section(section: str, args: argparse.Namespace, num_rows: int) -> dict[str, Any]:
-    """Return the rates of a section, and ours over TRL's best, or over our padded way without TRL."""
+    """The rates of a section, and ours over TRL's best, or over our padded way without TRL."""
     sizes = workload.TINY if args.quick else {}
     build_rows = workload.sft_rows if section == "sft" else workload.pair_rows
     rows = build_rows(num_rows, seed=1)
@@ -159,11 +167,11 @@ def run_section(section: str, args: argparse.Namespace, num_rows: int) -> dict[s
     return {"rates": rates, "ratio": ratio} | shares.facts()
 
 
-def labels_only_ratios(found: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Return our best over TRL's with labels only, of the sections that have it."""
+def labels_only_ratios(sections: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Our best over TRL's with labels only, of the sections that have it."""
     return {
         f"{section}_labels_only": round(best(facts["rates"], "ours") / rate["median"], 4)
-        for section, facts in found.items()
+        for section, facts in sections.items()
         for name, rate in facts["rates"].items()
         if name.endswith("labels only")
     }
@@ -171,13 +179,11 @@ def labels_only_ratios(found: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 def main() -> None:
     """Run all sections."""
-    args = read_args(__doc__, 5, peer_environment="trl-1.16")
-    startup.quiet_libraries()
-    distributed.start()
+    args = begin(__doc__, 5, peer_environment="trl-1.16")
     num_rows = ROWS_PER_STEP if args.quick else 160
-    found = {section: run_section(section, args, num_rows) for section in TRL_WAYS}
-    rates = found["sft"]["rates"]
-    ratios = {section: facts["ratio"] for section, facts in found.items()} | labels_only_ratios(found)
+    sections = {section: run_section(section, args, num_rows) for section in TRL_WAYS}
+    rates = sections["sft"]["rates"]
+    ratios = {section: facts["ratio"] for section, facts in sections.items()} | labels_only_ratios(sections)
     print_result(
         "train",
         best(rates, "ours"),
@@ -185,9 +191,8 @@ def main() -> None:
         ratios=ratios if args.trl_python else None,
         runs=args.runs,
         model=f"random Llama, {workload.size_of(**(workload.TINY if args.quick else {}))}",
-        sections=found,
+        sections=sections,
     )
-    distributed.stop()
 
 
 if __name__ == "__main__":

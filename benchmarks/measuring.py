@@ -1,7 +1,7 @@
 """What the benchmarks share: flags, turns of several ways, TRL as a peer, peak memory, tables, the last line.
 
 The peer runs in its own environment and speaks JSON lines: it says that it is ready, then answers each "go".
-Imported from both environments: the standard library only, torch inside functions.
+Imported from both environments: the standard library and torch, our own modules inside functions.
 """
 
 import argparse
@@ -9,6 +9,7 @@ import ctypes
 import gc
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import re
@@ -17,10 +18,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import torch
 
 PEER = Path(__file__).with_name("trl_peer.py")
 # Our PYTHONPATH would hide the peer's libraries; of our group it would wait for us, or want our port.
@@ -37,17 +41,20 @@ def read_args(
     peer_environment: str = "",
     algorithms: Mapping[str, str] | None = None,
 ) -> argparse.Namespace:
-    """Return the flags of a benchmark: `quick`, `runs`, `trl_python`, and `algorithm` where `algorithms` have
-    the `peer_environment` of each; the first is the default.
+    """The flags of a benchmark: `quick`, `runs`, `trl_python`, and `algorithm` where `algorithms` have the
+    `peer_environment` of each; the first is the default.
 
     `num_runs` is what the baseline has, 0 where rounds are not counted. A peer's interpreter is asked for
     where an environment of make_peer_env.sh is named; --quick does without. What is none ends the program.
     """
+    from common.programs import startup
+
+    startup.quiet_libraries()
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="tiny sizes, one round; TRL may be left out")
     if num_runs:
-        told = f"measured rounds (0: {num_runs}; 1 with --quick)"
-        parser.add_argument("--runs", type=int, default=0, help=told)
+        rounds_help = f"measured rounds (0: {num_runs}; 1 with --quick)"
+        parser.add_argument("--runs", type=int, default=0, help=rounds_help)
     if peer_environment or algorithms:
         parser.add_argument("--trl_python", default="", help="interpreter of that environment")
     if algorithms:
@@ -56,16 +63,31 @@ def read_args(
     if algorithms:
         peer_environment = algorithms[args.algorithm]
     if peer_environment:
-        how = f"bash benchmarks/make_peer_env.sh {peer_environment} DIR, then --trl_python DIR/bin/python"
+        cure = f"bash benchmarks/make_peer_env.sh {peer_environment} DIR, then --trl_python DIR/bin/python"
         if args.trl_python and not os.access(args.trl_python, os.X_OK):
-            parser.exit(2, f"error: --trl_python: {args.trl_python} is no interpreter; {how}\n")
+            parser.exit(2, f"error: --trl_python: {args.trl_python} is no interpreter; {cure}\n")
         if not args.trl_python and not args.quick:
-            parser.exit(2, f"error: --trl_python is not given; {how}\n")
+            parser.exit(2, f"error: --trl_python is not given; {cure}\n")
         if not args.trl_python:
-            print(f"TRL is left out: --trl_python is not given; {how}")
+            print(f"TRL is left out: --trl_python is not given; {cure}")
     if num_runs:
         args.runs = args.runs or (1 if args.quick else num_runs)
     return args
+
+
+def begin(doc: str, num_runs: int = 0, **options: Any) -> argparse.Namespace:
+    """The flags of `read_args`, for a benchmark of this process alone; `print_result` ends it."""
+    from common.ranks import distributed
+
+    args = read_args(doc, num_runs, **options)
+    distributed.start()
+    return args
+
+
+def in_new_process(measure: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What `measure` gives in a process of its own, whose memory is its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(measure, *args, **options).result()
 
 
 # ---- a peer ---------------------------------------------------------------------------------------------
@@ -80,8 +102,6 @@ class Peer:
 
     def __enter__(self) -> "Peer":
         """Start it, with as many threads as we have, and wait until it is ready."""
-        import torch
-
         env = {name: value for name, value in os.environ.items() if name not in NOT_FOR_PEERS}
         env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
         pipe = subprocess.PIPE
@@ -124,7 +144,7 @@ class Turns:
         self._began = time.perf_counter()
 
     def wait(self) -> None:
-        """Return when it is our turn; raise SystemExit at the end of the input."""
+        """Wait until it is our turn; raise SystemExit at the end of the input."""
         if sys.stdin.readline().strip() != "go":
             raise SystemExit(0)
         self._began = time.perf_counter()
@@ -135,26 +155,29 @@ class Turns:
         self._answers.write(json.dumps(facts) + "\n")
 
 
-def plan_run(flags: Mapping[str, Any]) -> Any:
-    """Return the run that `tools.plan` makes of its flags, among them `stage` and `gpu`; a switch is True."""
+def plan_run(flags: Mapping[str, Any], models: Any = None) -> Any:
+    """The run that `tools.plan` makes of its flags, a switch is True; `models`: those read before."""
     from common.flags.args import Problems
-    from tools.planned_run import PlanArguments, read_run
+    from tools.planned_run import PlanArguments, build_run, read_run
     from tools.step_flags import parse_step_args
 
-    words = []
+    argv = []
     for name, value in flags.items():
-        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        argv += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     problems = Problems()
-    return read_run(parse_step_args(PlanArguments, words, problems=problems), problems)
+    args = parse_step_args(PlanArguments, argv, problems=problems)
+    if models is None:
+        return read_run(args, problems)
+    run = build_run(args, models, problems)
+    problems.exit_if_any()
+    return run
 
 
 # ---- measuring ------------------------------------------------------------------------------------------
 
 
 def timed(run: Callable[..., Any], *args: Any) -> float:
-    """Return the seconds of `run(*args)`; a device's work runs behind the host's, and is waited for."""
-    import torch
-
+    """The seconds of `run(*args)`; a device's work runs behind the host's, and is waited for."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     wait()
     started = time.perf_counter()
@@ -172,7 +195,7 @@ class PeakShares:
         self.rates: dict[str, list[float]] = {}  # FLOPs a second of its runs
 
     def timed(self, name: str, run: Callable[[], Any]) -> float:
-        """Return the seconds of a run of ours, whose models count what they do."""
+        """The seconds of a run of ours, whose models count what they do."""
         from common.ranks.step_costs import COSTS
 
         with mock.patch.object(COSTS, "count", wraps=COSTS.count) as count:
@@ -199,32 +222,30 @@ class PeakShares:
 
 
 def copy_bandwidth(num_bytes: int, device: Any = "cpu") -> float:
-    """Return the bytes a second that a copy reads and writes at best."""
-    import torch
-
+    """The bytes a second that a copy reads and writes at best."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / min(timed(lambda: target.copy_(source)) for _ in range(10))
 
 
 def take_turns(ways: Mapping[str, Callable[[], float]], num_runs: int) -> Rates:
-    """Return median, low and high of what each way returns, of `num_runs` rounds; one before is not counted.
+    """Median, low and high of what each way returns, of `num_runs` rounds; one before is not counted.
 
     The ways take turns in every round, so that a slower minute of the machine is everybody's.
     """
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    values: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(num_runs + 1):
         for name, run in ways.items():
             number = run()
             if turn:
-                found[name].append(number)
+                values[name].append(number)
     return {
-        name: {"median": statistics.median(n), "low": min(n), "high": max(n)} for name, n in found.items()
+        name: {"median": statistics.median(n), "low": min(n), "high": max(n)} for name, n in values.items()
     }
 
 
 def best(rates: Rates, prefix: str) -> float | None:
-    """Return the best median of the ways whose name begins so, None without any; more is better."""
+    """The best median of the ways whose name begins so, None without any; more is better."""
     return max((rate["median"] for name, rate in rates.items() if name.startswith(prefix)), default=None)
 
 
@@ -243,20 +264,29 @@ def print_rates(
     return round(max(merit for name, merit in merits.items() if name.startswith("ours")) / base, 4)
 
 
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows with the same keys, aligned; a number has six digits at most."""
+    from tools.plan import grid
+
+    cells = [[value if isinstance(value, str) else f"{value:,.6g}" for value in row.values()] for row in rows]
+    print("\n".join(grid([list(rows[0]), *cells])), flush=True)
+
+
 def print_result(
     name: str, ours: float, peer: float | None, *, is_lower_better: bool = False, **facts: Any
 ) -> None:
     """Print the last line: what made it, `ours`, `peer`, `ratio` (None alone) and whatever else."""
+    from common.ranks import distributed
+
     ratio = None if peer is None else round(peer / ours if is_lower_better else ours / peer, 4)
-    print(
-        json.dumps({"name": name} | describe_machine() | {"ours": ours, "peer": peer, "ratio": ratio} | facts)
-    )
+    result = {"name": name} | describe_machine() | {"ours": ours, "peer": peer, "ratio": ratio}
+    print(json.dumps(result | facts))
+    if torch.distributed.is_initialized():
+        distributed.stop()
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return what a baseline says of itself: commit, date, machine, device, threads, versions, command."""
-    import torch
-
+    """Origin of a baseline: commit, date, machine, device, threads, versions, command."""
     git = ["git", "-C", str(PEER.parent), "describe", "--always", "--dirty", "--exclude=*"]
     done = subprocess.run(git, capture_output=True, text=True)
     cpu = re.search(r"^model name\s+: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
@@ -287,7 +317,7 @@ def start_peak() -> int:
 
 
 def peak_since(resident_bytes: int) -> int:
-    """Return the bytes by which resident memory rose above what it was at its highest."""
+    """The bytes by which resident memory rose above what it was at its highest."""
     return _status_bytes("VmHWM") - resident_bytes
 
 

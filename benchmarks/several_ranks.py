@@ -18,7 +18,7 @@ from step1_sft.arguments import SFTArguments
 
 
 def run_ranks(work: Callable[..., Any], model: Any, num_ranks: int, *args: Any) -> Any:
-    """Return what `work(engine, *args)` gives on the first of several ranks whose engines are ZeRO 3's of the
+    """What `work(engine, *args)` gives on the first of several ranks whose engines are ZeRO 3's of the
     model.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -27,7 +27,7 @@ def run_ranks(work: Callable[..., Any], model: Any, num_ranks: int, *args: Any) 
 
 
 def start_ranks(work: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
-    """Return what `work(*args)` gives on the first of several ranks, one thread each; on the CPU where GPUs
+    """What `work(*args)` gives on the first of several ranks, one thread each; on the CPU where GPUs
     are few.
     """
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
@@ -50,9 +50,9 @@ def _be_rank(work: Callable[..., Any], *args: Any) -> Any:
     startup.quiet_libraries()
     torch.set_num_threads(1)  # forked: the parent's other threads are not there, and would be waited for
     distributed.start()
-    found = work(*args)
+    result = work(*args)
     distributed.stop()
-    return found
+    return result
 
 
 def _with_engine(folder: str, work: Callable[..., Any], *args: Any) -> Any:
@@ -63,7 +63,7 @@ def _with_engine(folder: str, work: Callable[..., Any], *args: Any) -> Any:
 
 
 def received_bytes(operation: Any, args: Sequence[Any]) -> float:
-    """Return what a rank receives by a collective, an operation of torch's dispatcher, by the least that it
+    """Bytes that a rank receives by a collective, an operation of torch's dispatcher, by the least that it
     takes: of an all-reduce of M bytes 2 (n - 1) / n M, as by a ring. What a rank sends itself is no traffic.
 
     Raises NotImplementedError for one that nobody has needed yet.

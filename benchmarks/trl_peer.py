@@ -12,8 +12,8 @@ the last answer is `history`: what the trainer has logged.
                 The answer: seconds, tokens (generated ones: EOS included, nothing after it), rollout
   grpo          TRL 1.16; a turn is a GRPO step: prompts, generation, scores of policy, reference and reward
                 model, one optimizer step of all responses. The answer is as ppo's
-  memory,       TRL 1.16; trains a short step that makes the optimizer's moments, then the measured one, and
-  reward_memory says `peak_bytes` when it is ready: gradients, activations, logits; no weights, no moments
+With `length` sft and reward train a short step that makes the optimizer's moments, then the measured one, and
+say `peak_bytes` when ready: gradients, activations, logits; no weights, no moments.
 Attention is torch's (sdpa): FlashAttention needs a GPU, and flex_attention has no backward pass on a CPU.
 """
 
@@ -23,13 +23,15 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-if not __package__:  # run as a script: import from the repository root, not from this folder
-    sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # the repository, where this is run as a script
 
 import torch
 import transformers
+import trl
+import trl.trainer.utils
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from benchmarks import workload
@@ -38,13 +40,8 @@ from benchmarks.workload import EOS, PAD, build_tokenizer
 
 PACK_TOKENS = 512
 SIDES = ("chosen_ids", "rejected_ids")
+Row = dict[str, Any]
 Rollout = dict[str, list[list[int]]]  # prompts and responses of a step, row by row
-BATCHINGS: dict[str, dict[str, Any]] = {
-    "padded": {},
-    "grouped": {"train_sampling_strategy": "group_by_length"},
-    "padding_free": {"padding_free": True, "max_length": None},  # one row, a mask between its sequences
-    "bfd": {"packing": True, "packing_strategy": "bfd"},  # best fit decreasing; batch_size counts packs
-}
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,6 @@ class Task:
     task: str
     rows: str = ""  # a file of rows as JSON
     models: str = ""  # folder of workload.save_models
-    batching: str = "padded"
     batch_size: int = 16
     accumulation: int = 1
     labels_only: bool = False  # see `score_labels_only`
@@ -67,7 +63,7 @@ class Task:
 
 
 def training_options(task: Task, output_dir: str) -> dict[str, Any]:
-    """Return the arguments of transformers' Trainer that make it train as we do and do nothing else."""
+    """Arguments of transformers' Trainer that make it train as we do and do nothing else."""
     return {
         "output_dir": output_dir,
         "per_device_train_batch_size": task.batch_size,
@@ -88,28 +84,16 @@ def training_options(task: Task, output_dir: str) -> dict[str, Any]:
     }
 
 
-def supervised_options(task: Task, output_dir: str) -> dict[str, Any]:
-    """Return the options of SFT and reward modelling."""
-    options = training_options(task, output_dir) | BATCHINGS[task.batching]
-    options |= {"num_train_epochs": 10**6, "max_grad_norm": 1.0, "logging_strategy": "no"}
-    return options | task.options
-
-
 def call_at(**functions: Callable[[], None]) -> TrainerCallback:
-    """Return a callback that calls these functions, without arguments, at a trainer's events."""
+    """Callback that calls these functions, without arguments, at a trainer's events."""
     callback = TrainerCallback()
     for event, function in functions.items():
         setattr(callback, event, lambda *_, function=function, **__: function())
     return callback
 
 
-def turn_by_epoch(turns: Turns) -> TrainerCallback:
-    """Return a callback that waits for a turn before each epoch and answers after it."""
-    return call_at(on_train_begin=turns.answer, on_epoch_begin=turns.wait, on_epoch_end=turns.answer)
-
-
 def turn_by_step(turns: Turns, rollouts: list[Rollout]) -> TrainerCallback:
-    """Return a callback that waits for a turn before each step and answers the newest rollout after it."""
+    """Callback that waits for a turn before each step and answers the newest rollout after it."""
 
     def hold(**facts: Any) -> None:
         turns.answer(**facts)
@@ -121,42 +105,8 @@ def turn_by_step(turns: Turns, rollouts: list[Rollout]) -> TrainerCallback:
     return call_at(on_train_begin=hold, on_step_end=end)
 
 
-def turn_by_ppo_step(turns: Turns) -> TrainerCallback:
-    """Return a callback that waits for a turn before each PPO step and answers after it."""
-    from trl.experimental.ppo import ppo_trainer
-
-    generate, rollouts = ppo_trainer.batch_generation, []
-
-    def watched(model: Any, queries: Any, *args: Any, **kwargs: Any) -> Any:
-        found = generate(model, queries, *args, **kwargs)
-        responses = found[0][:, queries.shape[1] :]
-        is_end = (responses == EOS).long()  # (B, R)
-        is_kept = is_end.cumsum(1) - is_end == 0
-        kept = [row[mask].tolist() for row, mask in zip(responses, is_kept, strict=True)]
-        rollouts.append({"prompts": [row[row != PAD].tolist() for row in queries], "responses": kept})
-        return found
-
-    ppo_trainer.batch_generation = watched
-    return turn_by_step(turns, rollouts)
-
-
-def turn_by_grpo_step(turns: Turns) -> TrainerCallback:
-    """Return a callback that waits for a turn before each GRPO step and answers after it."""
-    from trl import GRPOTrainer
-
-    generate, rollouts = GRPOTrainer._generate_single_turn, []
-
-    def watched(trainer: Any, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
-        found = generate(trainer, prompt_ids, *args, **kwargs)
-        rollouts.append({"prompts": prompt_ids, "responses": found[0]})
-        return found
-
-    GRPOTrainer._generate_single_turn = watched
-    return turn_by_step(turns, rollouts)
-
-
 def measure_second_step(turns: Turns) -> TrainerCallback:
-    """Return a callback that answers the memory from the end of the first step to that of the second."""
+    """Callback that answers the memory from the end of the first step to that of the second."""
     baselines: list[int] = []
 
     def end() -> None:
@@ -168,151 +118,186 @@ def measure_second_step(turns: Turns) -> TrainerCallback:
     return call_at(on_step_end=end)
 
 
+def record_rollouts(owner: Any, name: str, read: Callable[..., Rollout]) -> list[Rollout]:
+    """The list that every rollout joins: `read` makes it of what `owner.name` gives, and of its arguments."""
+    rollouts: list[Rollout] = []
+    generate = getattr(owner, name)
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        generated = generate(*args, **kwargs)
+        rollouts.append(read(generated, *args))
+        return generated
+
+    setattr(owner, name, recorded)
+    return rollouts
+
+
 def score_labels_only() -> None:
     """Let TRL's output head score only positions with a label, as it does where it has Triton, on a GPU.
 
     On a CPU it scores prompts and padding too: a third of a step and more, which nobody pays on a GPU.
     """
-    import trl.trainer.utils
-
     trl.trainer.utils._use_triton = lambda device: True  # read for the choice of positions, not of the kernel
 
 
 def load_model(task: Task, name: str) -> Any:
-    """Return one of the models of `save_models`, fp32."""
+    """One of the models of `save_models`, fp32."""
     kind = AutoModelForCausalLM if name == "policy" else AutoModelForSequenceClassification
     return kind.from_pretrained(Path(task.models, name), dtype=torch.float32, trust_remote_code=False)
 
 
-def prepare(task: Task, name: str, output_dir: str) -> tuple[list[dict[str, Any]], dict[str, Any], Any]:
-    """Return rows, options and the model `name` of a trainer; to measure memory those of two steps, rows in
-    their order, short ones first.
-    """
-    options = supervised_options(task, output_dir)
-    if not task.length:
-        return json.loads(Path(task.rows).read_text()), options, load_model(task, name)
-    of_policy, sizes = name == "policy", (workload.WARM_UP_TOKENS, task.length)
-    build_rows = workload.memory_rows if of_policy else workload.memory_pairs
-    rows = [
-        row
-        for size in sizes
-        for row in build_rows(task.batch_size * task.accumulation, size, task.vocabulary)
-    ]
-    longest = max(2048, task.length)
-    config = workload.small_llama_config(
-        vocab_size=task.vocabulary, max_position_embeddings=longest, num_labels=1
-    )
-    kind = transformers.LlamaForCausalLM if of_policy else transformers.LlamaForSequenceClassification
-    return rows, options | {"train_sampling_strategy": "sequential", "num_train_epochs": 1}, kind(config)
+# ---- supervised: SFT, reward model, DPO, KTO --------------------------------------------------------------
 
 
-def build_sft_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
-    """Return TRL's trainer of SFT."""
-    import trl
-    from datasets import Dataset
-
-    rows, options, model = prepare(task, "policy", output_dir)
-    options = {"max_length": task.length or PACK_TOKENS} | options
-    trainer = trl.SFTTrainer(
-        model=model,
-        args=trl.SFTConfig(**options, completion_only_loss=True),
-        train_dataset=Dataset.from_list(
-            [{"input_ids": row["input_ids"], "completion_mask": row["loss_mask"]} for row in rows]
-        ),
-        processing_class=build_tokenizer(),
-        callbacks=[measure_second_step(turns) if task.length else turn_by_epoch(turns)],
-    )
-    num_tokens = sum(len(row["input_ids"]) for row in rows)
-    kept = sum(len(ids) for ids in trainer.train_dataset["input_ids"])
-    if kept != num_tokens:
-        raise ValueError(f"TRL keeps {kept} of {num_tokens} tokens in packs of {PACK_TOKENS}")
-    return trainer
+def sft_columns(rows: list[Row]) -> list[Row]:
+    """TRL's columns of SFT."""
+    return [{"input_ids": row["input_ids"], "completion_mask": row["loss_mask"]} for row in rows]
 
 
-def build_reward_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
-    """Return TRL's trainer of reward models."""
-    import trl
-    from datasets import Dataset
-
-    rows, options, model = prepare(task, "reward", output_dir)
-    pairs = [{side: row[side] for side in SIDES} for row in rows]
-    # The sampler reads `length`; the collator takes what it needs.
-    columns = [pair | {"length": max(map(len, pair.values()))} for pair in pairs]
-    return trl.RewardTrainer(
-        model=model,
-        args=trl.RewardConfig(**options, max_length=None, remove_unused_columns=False),
-        train_dataset=Dataset.from_list(columns),
-        processing_class=build_tokenizer(),
-        callbacks=[measure_second_step(turns) if task.length else turn_by_epoch(turns)],
-    )
+def pair_columns(rows: list[Row]) -> list[Row]:
+    """TRL's columns of a reward model; its sampler reads `length`."""
+    return [{side: row[side] for side in SIDES} | {"length": longest_side(row)} for row in rows]
 
 
-def build_dpo_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
-    """Return TRL's trainer of DPO; it has asked its model for the reference's log-probabilities."""
-    import trl
-    from datasets import Dataset
-
-    rows, options, model = prepare(task, "policy", output_dir)
-    tokenizer, texts = build_tokenizer(), []
-    for row in rows:  # it takes text
-        text = to_texts(tokenizer, row, SIDES, row["chosen_response_start"])
-        length = max(len(row[side]) for side in SIDES)  # the sampler reads it
-        texts.append({"prompt": text[0], "chosen": text[1], "rejected": text[2], "length": length})
-    trainer = trl.DPOTrainer(
-        model=model,
-        args=trl.DPOConfig(
-            **options, max_length=None, remove_unused_columns=False, precompute_ref_log_probs=True
-        ),
-        train_dataset=Dataset.from_list(texts),
-        processing_class=tokenizer,
-        callbacks=[turn_by_epoch(turns)],
-    )
-    check_tokens(rows, trainer, SIDES, SIDES)
-    return trainer
-
-
-def build_kto_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
-    """Return TRL's trainer of KTO; it has asked its model for the reference's log-probabilities."""
-    import trl
-    from datasets import Dataset
-
-    rows, options, model = prepare(task, "policy", output_dir)
-    tokenizer, texts = build_tokenizer(), []
+def dpo_columns(rows: list[Row]) -> list[Row]:
+    """TRL's columns of DPO, which takes text; its sampler reads `length`."""
+    columns = []
     for row in rows:
-        prompt, answer = to_texts(tokenizer, row, ["answer_ids"], row["answer_response_start"])
-        texts.append({"prompt": prompt, "completion": answer, "label": bool(row["label"])})
-    trainer = trl.KTOTrainer(
+        prompt, chosen, rejected = to_texts(row, SIDES, row["chosen_response_start"])
+        texts = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        columns.append(texts | {"length": longest_side(row)})
+    return columns
+
+
+def kto_columns(rows: list[Row]) -> list[Row]:
+    """TRL's columns of KTO, which takes text."""
+    columns = []
+    for row in rows:
+        prompt, response = to_texts(row, ["answer_ids"], row["answer_response_start"])
+        columns.append({"prompt": prompt, "completion": response, "label": bool(row["label"])})
+    return columns
+
+
+def longest_side(row: Row) -> int:
+    """Tokens of the longer sequence of a pair."""
+    return max(len(row[side]) for side in SIDES)
+
+
+def to_texts(row: Row, columns: Sequence[str], start: int) -> list[str]:
+    """The text of a row's prompt, which has `start` tokens, and those of its responses."""
+    words = [TOKENIZER.convert_ids_to_tokens(row[column]) for column in columns]
+    return [" ".join([*words[0][:start], ""]), *(" ".join(text[start:]) for text in words)]
+
+
+class Supervised(NamedTuple):
+    """A task of TRL whose rows are there before it trains."""
+
+    trainer: type
+    config: type
+    columns: Callable[[list[Row]], list[Row]]
+    options: dict[str, Any]
+    model: str = "policy"
+    names: dict[str, str] = {}  # of our columns in TRL's data, where it has made tokens of texts
+
+
+UNCUT = {"max_length": None}
+SUPERVISED = {
+    "sft": Supervised(trl.SFTTrainer, trl.SFTConfig, sft_columns, {"completion_only_loss": True}),
+    "reward": Supervised(
+        trl.RewardTrainer,
+        trl.RewardConfig,
+        pair_columns,
+        UNCUT | {"remove_unused_columns": False},
+        model="reward",
+    ),
+    "dpo": Supervised(  # each asks its model for the reference's log-probabilities before it trains
+        trl.DPOTrainer,
+        trl.DPOConfig,
+        dpo_columns,
+        UNCUT | {"remove_unused_columns": False, "precompute_ref_log_probs": True},
+        names={side: side for side in SIDES},
+    ),
+    "kto": Supervised(
+        trl.KTOTrainer,
+        trl.KTOConfig,
+        kto_columns,
+        UNCUT | {"precompute_ref_log_probs": True},
+        names={"answer_ids": "completion_ids"},
+    ),
+}
+
+
+def build_supervised(task: Task, turns: Turns, output_dir: str) -> Any:
+    """TRL's trainer of a supervised task."""
+    kind = SUPERVISED[task.task]
+    options = {"num_train_epochs": 10**6, "max_grad_norm": 1.0, "logging_strategy": "no"} | kind.options
+    if task.task == "sft":
+        options["max_length"] = task.length or PACK_TOKENS
+    options |= task.options
+    if task.length:
+        callback = measure_second_step(turns)
+        rows, model = memory_inputs(task, is_policy=kind.model == "policy")
+        options |= {"train_sampling_strategy": "sequential", "num_train_epochs": 1}
+    else:
+        callback = call_at(on_train_begin=turns.answer, on_epoch_begin=turns.wait, on_epoch_end=turns.answer)
+        rows = json.loads(Path(task.rows).read_text())
+        model = load_model(task, kind.model)
+    trainer = kind.trainer(
         model=model,
-        args=trl.KTOConfig(**options, max_length=None, precompute_ref_log_probs=True),
-        train_dataset=Dataset.from_list(texts),
-        processing_class=tokenizer,
-        callbacks=[turn_by_epoch(turns)],
+        args=kind.config(**training_options(task, output_dir) | options),
+        train_dataset=Dataset.from_list(kind.columns(rows)),
+        processing_class=TOKENIZER,
+        callbacks=[callback],
     )
-    check_tokens(rows, trainer, ["answer_ids"], ["completion_ids"])
+    check_tokens(rows, trainer, kind)
     return trainer
 
 
-def to_texts(tokenizer: Any, row: dict[str, Any], columns: Sequence[str], start: int) -> list[str]:
-    """Return the text of a row's prompt, which has `start` tokens, and those of its answers."""
-    words = [tokenizer.convert_ids_to_tokens(row[column]) for column in columns]
-    return [" ".join([*words[0][:start], ""]), *(" ".join(of[start:]) for of in words)]
+def memory_inputs(task: Task, *, is_policy: bool) -> tuple[list[Row], Any]:
+    """Rows of two steps, short ones first, and the model to measure the memory of."""
+    build_rows = workload.memory_rows if is_policy else workload.memory_pairs
+    num_rows = task.batch_size * task.accumulation
+    rows = []
+    for size in (workload.WARM_UP_TOKENS, task.length):
+        rows += build_rows(num_rows, size, task.vocabulary)
+    config = workload.small_llama_config(
+        vocab_size=task.vocabulary, max_position_embeddings=max(2048, task.length), num_labels=1
+    )
+    kind = transformers.LlamaForCausalLM if is_policy else transformers.LlamaForSequenceClassification
+    return rows, kind(config)
 
 
-def check_tokens(
-    rows: list[dict[str, Any]], trainer: Any, columns: Sequence[str], answers: Sequence[str]
-) -> None:
-    """Raise ValueError unless the trainer has the rows' tokens; `answers` are its names of `columns`."""
-    for row, kept in zip(rows, trainer.train_dataset, strict=True):
-        pairs = zip(columns, answers, strict=True)
-        if any(kept["prompt_ids"] + kept[answer] != row[column] for column, answer in pairs):
-            raise ValueError(f"TRL has other tokens of row {row['row_id']}")
+def check_tokens(rows: list[Row], trainer: Any, kind: Supervised) -> None:
+    """Raise ValueError unless the trainer has the rows' tokens."""
+    if kind.columns is sft_columns:
+        num_tokens = sum(len(row["input_ids"]) for row in rows)
+        kept = sum(len(ids) for ids in trainer.train_dataset["input_ids"])
+        if kept != num_tokens:
+            raise ValueError(f"TRL keeps {kept} of {num_tokens} tokens in packs of {PACK_TOKENS}")
+    for row, kept in zip(rows if kind.names else (), trainer.train_dataset, strict=bool(kind.names)):
+        for column, name in kind.names.items():
+            if kept["prompt_ids"] + kept[name] != row[column]:
+                raise ValueError(f"TRL has other tokens of row {row['row_id']}")
+
+
+# ---- PPO and GRPO -----------------------------------------------------------------------------------------
+
+
+def read_ppo_rollout(generated: Any, _: Any, queries: torch.Tensor, *__: Any) -> Rollout:
+    """Prompts without padding, and responses up to their EOS, of what TRL's PPO has generated."""
+    responses = generated[0][:, queries.shape[1] :]
+    is_end = (responses == EOS).long()  # (B, R)
+    is_kept = is_end.cumsum(1) - is_end == 0
+    return {
+        "prompts": [row[row != PAD].tolist() for row in queries],
+        "responses": [row[mask].tolist() for row, mask in zip(responses, is_kept, strict=True)],
+    }
 
 
 def build_ppo_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
-    """Return TRL's PPOTrainer with four models, fp32."""
-    from datasets import Dataset
+    """TRL's PPOTrainer with four models, fp32."""
     from transformers.trainer_callback import PrinterCallback
-    from trl.experimental.ppo import PPOConfig, PPOTrainer
+    from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
     options = {
         "num_mini_batches": 1,
@@ -328,11 +313,12 @@ def build_ppo_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
         "num_sample_generations": 0,
     }
     prompts = json.loads(Path(task.rows).read_text())
+    rollouts = record_rollouts(ppo_trainer, "batch_generation", read_ppo_rollout)
     trainer = PPOTrainer(
         args=PPOConfig(**training_options(task, output_dir) | options | task.options),
-        processing_class=build_tokenizer(),
+        processing_class=TOKENIZER,
         train_dataset=Dataset.from_list([{"input_ids": row["input_ids"]} for row in prompts]),
-        callbacks=[turn_by_ppo_step(turns)],
+        callbacks=[turn_by_step(turns, rollouts)],
         model=load_model(task, "policy"),
         ref_model=load_model(task, "policy"),
         reward_model=load_model(task, "reward"),
@@ -342,11 +328,13 @@ def build_ppo_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
     return trainer
 
 
-def build_grpo_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
-    """Return TRL's GRPOTrainer with a reference and a reward model, fp32."""
-    import trl
-    from datasets import Dataset
+def read_grpo_rollout(generated: Any, _: Any, prompt_ids: list[list[int]], *__: Any) -> Rollout:
+    """Prompts and responses of what TRL's GRPO has generated."""
+    return {"prompts": prompt_ids, "responses": generated[0]}
 
+
+def build_grpo_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
+    """TRL's GRPOTrainer with a reference and a reward model, fp32."""
     options = {
         "num_generations": task.num_samples,
         "max_completion_length": task.max_new_tokens,
@@ -359,44 +347,40 @@ def build_grpo_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
         "logging_strategy": "no",
         "learning_rate": 1e-6,
     }
-    tokenizer, prompts = build_tokenizer(), json.loads(Path(task.rows).read_text())
+    prompts = json.loads(Path(task.rows).read_text())
     reward = load_model(task, "reward")
+    rollouts = record_rollouts(trl.GRPOTrainer, "_generate_single_turn", read_grpo_rollout)
     # The reward model reads the texts of prompt and response one after the other: words stay words.
-    texts = [{"prompt": tokenizer.decode(row["input_ids"]) + " "} for row in prompts]
+    texts = [{"prompt": TOKENIZER.decode(row["input_ids"]) + " "} for row in prompts]
     return trl.GRPOTrainer(
         model=load_model(task, "policy"),
-        reward_funcs=build_scorer(reward, tokenizer) if task.scores_tokens else reward,
+        reward_funcs=build_scorer(reward) if task.scores_tokens else reward,
         reward_processing_classes=build_tokenizer(),
         args=trl.GRPOConfig(**training_options(task, output_dir) | options | task.options),
         train_dataset=Dataset.from_list(texts),
-        processing_class=tokenizer,
-        callbacks=[turn_by_grpo_step(turns)],
+        processing_class=TOKENIZER,
+        callbacks=[turn_by_step(turns, rollouts)],
     )
 
 
-def build_scorer(reward: Any, tokenizer: Any) -> Callable[..., list[float]]:
-    """Return a reward function that scores the tokens of prompts and responses, EOS included."""
+def build_scorer(reward: Any) -> Callable[..., list[float]]:
+    """Reward function that scores the tokens of prompts and responses, EOS included."""
 
     @torch.no_grad()
     def score(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        rows = [
-            tokenizer(prompt)["input_ids"] + ids for prompt, ids in zip(prompts, completion_ids, strict=True)
-        ]
-        found = tokenizer.pad({"input_ids": rows}, padding_side="right", return_tensors="pt")
-        return reward.eval()(**found).logits[:, 0].tolist()
+        pairs = zip(prompts, completion_ids, strict=True)
+        rows = [TOKENIZER(prompt)["input_ids"] + ids for prompt, ids in pairs]
+        padded = TOKENIZER.pad({"input_ids": rows}, padding_side="right", return_tensors="pt")
+        return reward.eval()(**padded).logits[:, 0].tolist()
 
     return score
 
 
-TRAINERS = {
-    "grpo": build_grpo_trainer,
-    "sft": build_sft_trainer,
-    "reward": build_reward_trainer,
-    "dpo": build_dpo_trainer,
-    "kto": build_kto_trainer,
+TOKENIZER = build_tokenizer()
+BUILDERS = dict.fromkeys(SUPERVISED, build_supervised)
+BUILDERS |= {
     "ppo": build_ppo_trainer,
-    "memory": build_sft_trainer,
-    "reward_memory": build_reward_trainer,
+    "grpo": build_grpo_trainer,
 }
 
 
@@ -408,7 +392,7 @@ def main() -> None:
     if task.labels_only:
         score_labels_only()
     with tempfile.TemporaryDirectory() as output_dir:
-        trainer = TRAINERS[task.task](task, turns, output_dir)
+        trainer = BUILDERS[task.task](task, turns, output_dir)
         trainer.train()
     turns.answer(history=trainer.state.log_history)
     turns.wait()  # until it is read

@@ -52,7 +52,7 @@ TINY |= {"num_key_value_heads": 4}  # what --quick makes of the model: it shows 
 
 
 def small_llama_config(**changes: Any) -> LlamaConfig:
-    """Return the training benchmarks' model: 7.4 million weights, the output head is not the embedding."""
+    """The training benchmarks' model: 7.4 million weights, the output head is not the embedding."""
     options = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
     options |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": VOCABULARY}
     options |= {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS, "tie_word_embeddings": False}
@@ -60,14 +60,14 @@ def small_llama_config(**changes: Any) -> LlamaConfig:
 
 
 def size_of(**changes: Any) -> str:
-    """Return the size of `small_llama_config` with these changes, as the benchmarks' last lines have it."""
+    """The size of `small_llama_config` with these changes, as the benchmarks' last lines have it."""
     config = small_llama_config(**changes)
     size = f"{config.num_hidden_layers} layers, hidden {config.hidden_size}"
     return f"{size}, vocabulary {config.vocab_size}, fp32"
 
 
 def sft_rows(n: int, seed: int) -> list[dict[str, Any]]:
-    """Return rows of `input_ids` and `loss_mask`, which is 1 at the tokens of the response, EOS included."""
+    """Rows of `input_ids` and `loss_mask`, which is 1 at the tokens of the response, EOS included."""
     rows = []
     for row_id, pair in enumerate(pair_rows(n, seed)):
         start, ids = pair["chosen_response_start"], pair["chosen_ids"]
@@ -77,7 +77,7 @@ def sft_rows(n: int, seed: int) -> list[dict[str, Any]]:
 
 
 def pair_rows(n: int, seed: int) -> list[dict[str, Any]]:
-    """Return rows of `chosen_ids`, `rejected_ids` (prompt, response, EOS) and where the responses start."""
+    """Rows of `chosen_ids`, `rejected_ids` (prompt, response, EOS) and where the responses start."""
     generator = torch.Generator().manual_seed(seed)
     prompt_lengths = _draw_lengths(torch.randn(n, generator=generator), PROMPT, (8, MAX_PROMPT))
     shared, *own = torch.randn(3, n, generator=generator)
@@ -99,14 +99,14 @@ def pair_rows(n: int, seed: int) -> list[dict[str, Any]]:
 
 
 def ppo_prompts(n: int, seed: int, max_tokens: int) -> list[dict[str, Any]]:
-    """Return rows of `input_ids`: prompts of `max_tokens` at most."""
+    """Rows of `input_ids`: prompts of `max_tokens` at most."""
     generator = torch.Generator().manual_seed(seed)
     lengths = _draw_lengths(torch.randn(n, generator=generator), PROMPT, (8, max_tokens))
     return [{"row_id": str(i), "input_ids": _draw_ids(int(k), generator)} for i, k in enumerate(lengths)]
 
 
 def memory_rows(n: int, num_tokens: int, vocabulary: int) -> list[dict[str, Any]]:
-    """Return rows as `sft_rows` does, all of one length, a third of it the prompt."""
+    """Rows as `sft_rows` does, all of one length, a third of it the prompt."""
     num_prompt = max(num_tokens // 3, 1)
     mask = [0] * num_prompt + [1] * (num_tokens - num_prompt)
     ids = torch.randint(FIRST_ID, vocabulary, (n, num_tokens)).tolist()
@@ -114,7 +114,7 @@ def memory_rows(n: int, num_tokens: int, vocabulary: int) -> list[dict[str, Any]
 
 
 def memory_pairs(n: int, num_tokens: int, vocabulary: int) -> list[dict[str, Any]]:
-    """Return rows as `pair_rows` does, all sequences of one length, a third of it the common prompt."""
+    """Rows as `pair_rows` does, all sequences of one length, a third of it the common prompt."""
     rows, pairs = memory_rows(2 * n, num_tokens, vocabulary), []
     for chosen, rejected in zip(rows[:n], rows[n:], strict=True):
         start = chosen["loss_mask"].index(1)
@@ -125,7 +125,7 @@ def memory_pairs(n: int, num_tokens: int, vocabulary: int) -> list[dict[str, Any
 
 
 def build_tokenizer(vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of single words: id 17 is "t17"; special are <pad>, <s>, </s>, <unk> (0 to 3)."""
+    """A tokenizer of single words: id 17 is "t17"; special are <pad>, <s>, </s>, <unk> (0 to 3)."""
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     words = [*special.values(), *(f"t{i}" for i in range(FIRST_ID, vocabulary))]
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
@@ -134,7 +134,7 @@ def build_tokenizer(vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
 
 
 def build_policy(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
-    """Return a random model that ends its responses with EOS_PROBABILITY at every token."""
+    """A random model that ends its responses with EOS_PROBABILITY at every token."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config).eval()
     log_odds, weights = math.log(EOS_PROBABILITY / (1 - EOS_PROBABILITY)), []
@@ -172,7 +172,7 @@ def save_models(folder: str | Path, seed: int, **changes: Any) -> dict[str, str]
 
 
 def _draw_lengths(normal: torch.Tensor, shape: tuple[float, float], limits: tuple[int, int]) -> torch.Tensor:
-    """Return lognormal lengths (n,) int64 from standard normal numbers (n,)."""
+    """Lognormal lengths (n,) int64 from standard normal numbers (n,)."""
     median, sigma = shape
     return (median * torch.exp(sigma * normal)).long().clamp(*limits)
 

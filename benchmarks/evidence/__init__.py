@@ -1,1 +1,1 @@
-"""What docs/results.md shows, one file a section; `measure` returns facts, and the curves of a figure."""
+"""The sections of docs/results.md: a TOML file each, which runs.py runs, or a module with a `measure`."""

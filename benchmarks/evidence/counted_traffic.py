@@ -44,7 +44,7 @@ PPO = {
 
 
 def ppo_flags(stage: int, **more: Any) -> dict[str, Any]:
-    """Return the flags of a PPO step whose trained models are under one ZeRO stage."""
+    """The flags of a PPO step whose trained models are under one ZeRO stage."""
     return PPO | {"actor_zero_stage": stage, "critic_zero_stage": stage} | more
 
 
@@ -128,21 +128,21 @@ class TrafficMeter(TorchDispatchMode):
 
 
 def wire_bytes() -> int:
-    """Return the bytes that the TCP sockets of this process have received, by the kernel; Linux only."""
+    """The bytes that the TCP sockets of this process have received, by the kernel; Linux only."""
     total, seen = 0, set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile, or no socket of TCP
             number = os.stat(f"/proc/self/fd/{name}")
             if stat.S_ISSOCK(number.st_mode) and number.st_ino not in seen:
                 with socket.socket(fileno=os.dup(int(name))) as copy:
-                    told = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
-                total += struct.unpack_from("Q", told, RECEIVED_AT)[0]
+                    info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+                total += struct.unpack_from("Q", info, RECEIVED_AT)[0]
                 seen.add(number.st_ino)
     return total
 
 
 def count_case(case: str, folder: str) -> dict[str, Any]:
-    """Return what the ranks of a group receive in the second step of a case, by phase. Every rank must call
+    """Bytes that the ranks of a group receive in the second step of a case, by phase. Every rank must call
     this.
     """
     step, flags = CASES[case]
@@ -157,26 +157,28 @@ def count_case(case: str, folder: str) -> dict[str, Any]:
     make_step()  # DeepSpeed notes in the first in which order layers come
     with TrafficMeter() as meter:
         make_step()
-    told = distributed.gather_objects((meter.received, meter.control, meter.on_wire, meter.expected_on_wire))
-    received, control, on_wire, expected = zip(*told, strict=True)
-    names = sorted({name for of_rank in received for name in of_rank})
-    most = {name: max(of_rank[name] for of_rank in received) for name in names}
+    gathered = distributed.gather_objects(
+        (meter.received, meter.control, meter.on_wire, meter.expected_on_wire)
+    )
+    received, control, on_wire, expected = zip(*gathered, strict=True)
+    names = sorted({name for counter in received for name in counter})
+    largest = {name: max(counter[name] for counter in received) for name in names}
     return {
-        "received": most if step == 3 else {"train": sum(most.values())},
-        "control": max(sum(of_rank.values()) for of_rank in control),
+        "received": largest if step == 3 else {"train": sum(largest.values())},
+        "control": max(sum(counter.values()) for counter in control),
         "on_wire": sum(on_wire) / len(on_wire),
         "expected_on_wire": sum(expected) / len(expected),
     }
 
 
 def make_row(index: int) -> dict[str, Any]:
-    """Return a prompt, or for step 1 a row, of MAX_PROMPT tokens."""
+    """A prompt, or for step 1 a row, of MAX_PROMPT tokens."""
     ids = [FIRST_ID + (7 * index + 3 * position) % 1000 for position in range(MAX_PROMPT)]
     return {"row_id": str(index), "input_ids": ids, "loss_mask": [1] * MAX_PROMPT}
 
 
 def plan_case(case: str, folder: str, num_ranks: int) -> dict[str, float]:
-    """Return what the plan says that a rank receives in each phase of a case, in bytes."""
+    """Planned bytes that a rank receives in each phase of a case, in bytes."""
     step, flags = CASES[case]
     flags = flags | {"stage": step, "gpu": "cpu", "num_gpus": num_ranks, "ds_config": f"{folder}/ds.json"}
     if step == 1:
@@ -191,7 +193,7 @@ def plan_case(case: str, folder: str, num_ranks: int) -> dict[str, float]:
 
 
 def count_all(cases: list[str], sizes: list[int]) -> list[dict[str, Any]]:
-    """Return a row for each case and number of ranks: what is planned, and what was counted."""
+    """A row for each case and number of ranks: what is planned, and what was counted."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
@@ -201,10 +203,10 @@ def count_all(cases: list[str], sizes: list[int]) -> list[dict[str, Any]]:
             build_tokenizer().save_pretrained(f"{folder}/{name}")
         Path(folder, "ds.json").write_text(json.dumps(LIKE_LARGE))
         for num_ranks in sizes:
-            found = start_ranks(_count_cases, num_ranks, cases, folder)
+            counted = start_ranks(_count_cases, num_ranks, cases, folder)
             for case in cases:
                 planned = plan_case(case, folder, num_ranks)
-                rows.append({"ranks": num_ranks, "case": case, "planned": planned} | found[case])
+                rows.append({"ranks": num_ranks, "case": case, "planned": planned} | counted[case])
     return rows
 
 

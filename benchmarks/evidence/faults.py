@@ -25,12 +25,12 @@ def length_searched_for_pad() -> None:
     plain = generate.collect_responses
 
     def collect(state: Any, options: Any) -> generate.Generation:
-        found = plain(state, options)
-        mask = found.response_mask & (found.response_ids != options.stop_token_id)
+        sampled = plain(state, options)
+        mask = sampled.response_mask & (sampled.response_ids != options.stop_token_id)
         mask[:, 0] = True  # a response without a token cannot be held
-        kept = {"logprobs": found.logprobs, "truncated_logprobs": found.truncated_logprobs}
+        kept = {"logprobs": sampled.logprobs, "truncated_logprobs": sampled.truncated_logprobs}
         kept = {name: torch.where(mask, numbers, 0.0) for name, numbers in kept.items()}
-        return found._replace(response_mask=mask, sampled_mask=mask & found.sampled_mask, **kept)
+        return sampled._replace(response_mask=mask, sampled_mask=mask & sampled.sampled_mask, **kept)
 
     generate.collect_responses = collect
 
@@ -57,8 +57,8 @@ def bf16_logprobs() -> None:
         return rounded(logprobs), entropies
 
     def sample(*args: Any, **options: Any) -> Any:
-        found = plain_sample(*args, **options)
-        return found._replace(logprobs=rounded(found.logprobs))
+        sampled = plain_sample(*args, **options)
+        return sampled._replace(logprobs=rounded(sampled.logprobs))
 
     output_head._TokenScores.apply, decode.sample_tokens = scores, sample
 

@@ -12,13 +12,11 @@ TRL's rollouts.
 The peers' Pythons follow --trl_python, that of TRL 1.16 first. All take 22 minutes of one core.
 """
 
-import argparse
 import json
 import math
-import operator
 import statistics
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,6 +27,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from benchmarks.bench_ppo_step import our_step
 from benchmarks.bench_train import ROWS_PER_STEP, build_ours
+from benchmarks.evidence.runs import DIGITS, Measured
 from benchmarks.measuring import Peer
 from benchmarks.workload import EOS, FIRST_ID, PAD, TINY, build_tokenizer, small_llama_config
 from common.data.global_batches import GlobalBatches
@@ -51,78 +50,82 @@ FED = {task: f"{task}, TRL's rollouts" for task in ("grpo", "ppo")}
 SAMPLED = {"grpo": (16, 4, 1), "ppo": (32, 1, 4)}
 NUM_RL_STEPS, RL_RATE, KL_COEF, MAX_PROMPT, MAX_RESPONSE = 40, 1e-4, 0.05, 64, 32
 ROUNDING = 1e-8  # smaller differences are drawn as that
+MOST_POINTS = 50  # of a committed curve
 LAST = 10  # a score is the mean of so many steps
-METRICS = {  # TRL's names
-    "sft": {"loss": "loss"},
-    "reward": {"loss": "loss", "accuracy": "accuracy"},
-    "dpo": {"loss": "loss", "accuracy": "rewards/accuracies"},
-    "kto": {"loss": "loss", "kl": "kl"},
-    "grpo": {"score": "reward"},
-    "ppo": {"score": "objective/scores"},
-    FED["grpo"]: {"kl": "kl"},
-    FED["ppo"]: {"kl": "objective/kl"},
+# What a task's sides are compared by, ours and TRL's.
+METRICS = {
+    "sft": ("sft/loss", "loss"),
+    "reward": ("reward/loss", "loss"),
+    "dpo": ("dpo/loss", "loss"),
+    "kto": ("kto/loss", "loss"),
+    "grpo": ("objective/score", "reward"),
+    "ppo": ("objective/score", "objective/scores"),
+    FED["grpo"]: ("policy/kl_loss", "kl"),
+    FED["ppo"]: ("objective/kl", "objective/kl"),
 }
-KL_OF_OURS = {"grpo": "policy/kl_loss", "ppo": "objective/kl"}  # where TRL's name is `kl` above
-Metrics = dict[str, list[float]]  # by step
+Sides = dict[str, list[float]]  # ours and TRL's metric by step
 
 
-def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, dict[str, Curve]]]:
-    """Return how far the sides are from each other, and their curves."""
+def measure(pythons: list[str], *, is_quick: bool) -> Measured:
+    """How far the sides are from each other, and their curves; `pythons`: of TRL 1.16, and 1.12 for PPO."""
     torch.set_num_threads(1)
     startup.quiet_libraries()
     distributed.start()
-    seeds = SEEDS[:1] if args.quick else SEEDS
+    seeds = SEEDS[:1] if is_quick else SEEDS
     runs: dict[str, list[dict[str, Any]]] = {}
     for seed in seeds:
         with tempfile.TemporaryDirectory() as folder:
-            for task, run in Seed(seed, Path(folder), args).run_all().items():
+            for task, run in Seed(seed, Path(folder), pythons, is_quick=is_quick).run_all().items():
                 runs.setdefault(task, []).append({"seed": seed} | run)
-                print(f"{task}, seed {seed}: {compare([run])}", flush=True)
+                print(f"{task}, seed {seed}: {compare(task, [run])}", flush=True)
     distributed.stop()
     facts = {
-        "peers": " and ".join(("TRL 1.16", "TRL 1.12 (PPO)")[: len(args.trl_python)])
+        "peers": " and ".join(("TRL 1.16", "TRL 1.12 (PPO)")[: len(pythons)])
         or "left out: --trl_python is not given",
-        "tasks": {task: compare(of) for task, of in runs.items()},
-        "runs": runs,
+        "tasks": {task: compare(task, of) for task, of in runs.items()},
     }
-    return facts, draw(runs)
+    panels = draw(runs)
+    facts["curves"] = {title: shorten(curves) for title, curves in panels.items()}
+    return facts, panels, "step"
 
 
 class Seed:
     """Data and models of a seed, and what the sides make of them."""
 
-    def __init__(self, seed: int, folder: Path, args: argparse.Namespace) -> None:
-        self.seed, self.folder, self.pythons = seed, folder, args.trl_python
-        self.num_steps, self.num_rl_steps = (5, 2) if args.quick else (NUM_STEPS, NUM_RL_STEPS)
+    def __init__(self, seed: int, folder: Path, pythons: list[str], *, is_quick: bool) -> None:
+        self.seed, self.folder, self.pythons = seed, folder, pythons
+        self.num_steps, self.num_rl_steps = (5, 2) if is_quick else (NUM_STEPS, NUM_RL_STEPS)
         self.rows, self.num_tokens = build_rows(seed, self.num_steps * ROWS_PER_STEP)
         torch.manual_seed(seed)
-        config = small_llama_config(vocab_size=self.num_tokens, **(TINY if args.quick else SIZE))
+        config = small_llama_config(vocab_size=self.num_tokens, **(TINY if is_quick else SIZE))
         LlamaForCausalLM(config).save_pretrained(folder / "policy")
         build_tokenizer(self.num_tokens).save_pretrained(folder / "policy")
 
-    def run_all(self) -> dict[str, dict[str, Metrics]]:
-        """Return the metrics of each task, ours and TRL's."""
-        found = {"sft": self.train("sft", "policy")}
+    def run_all(self) -> dict[str, Sides]:
+        """The metrics of each task, ours and TRL's."""
+        results = {"sft": self.train("sft", "policy")}
         torch.manual_seed(self.seed)
         path = self.folder / "policy"
         LlamaForSequenceClassification.from_pretrained(path, num_labels=1).save_pretrained(
             self.folder / "reward"
         )
-        found |= {task: self.train(task) for task in ("dpo", "kto")}
-        found[PAIRED_ALIKE] = found["kto"] | {"ours": self.train_ours("kto", pair_as_trl(self.rows["kto"]))}
-        found["reward"] = self.train("reward", "reward", "value")
+        results |= {task: self.train(task) for task in ("dpo", "kto")}
+        results[PAIRED_ALIKE] = results["kto"] | {
+            "ours": self.train_ours("kto", pair_as_trl(self.rows["kto"]))
+        }
+        results["reward"] = self.train("reward", "reward", "value")
         for task in SAMPLED:
-            found |= self.sample(task)
-        return found
+            results |= self.sample(task)
+        return results
 
-    def train(self, task: str, *kept: str) -> dict[str, Metrics]:
-        """Return the metrics of both sides; our model is kept under these names."""
+    def train(self, task: str, *kept: str) -> Sides:
+        """The metrics of both sides; our model is kept under these names."""
         options = {"learning_rate": RATES[task], "weight_decay": WEIGHT_DECAY, "num_train_epochs": 1}
         history, _ = self.run_trl(task, self.rows[task], options | {"train_sampling_strategy": "sequential"})
         return trl_metrics(task, history) | {"ours": self.train_ours(task, self.rows[task], *kept)}
 
-    def train_ours(self, task: str, rows: list[dict[str, Any]], *kept: str) -> Metrics:
-        """Return our metrics; the rows are trained on from first to last."""
+    def train_ours(self, task: str, rows: list[dict[str, Any]], *kept: str) -> list[float]:
+        """Our metrics; the rows are trained on from first to last."""
         model = self.folder / ("reward" if task == "reward" else "policy")
         with tempfile.TemporaryDirectory() as output_dir, as_they_stand():
             trainer, batches = build_ours(
@@ -140,10 +143,10 @@ class Seed:
             curves = read_run(Path(output_dir)).curves
         for name in kept:
             training_loop.saved_model(trainer.engine.module).save_pretrained(self.folder / name)
-        return {name: curves[f"{task}/{name}"].values for name in METRICS[task]}
+        return curves[METRICS[task][0]].values
 
-    def sample(self, task: str) -> dict[str, dict[str, Metrics]]:
-        """Return the scores of both sides, and what ours makes of TRL's rollouts."""
+    def sample(self, task: str) -> dict[str, Sides]:
+        """The scores of both sides, and what ours makes of TRL's rollouts."""
         of_rows = (tuple(row["answer_ids"][: row["answer_response_start"]]) for row in self.rows["kto"])
         prompts = number_rows(dict.fromkeys(of_rows))
         num_prompts, num_samples, _ = SAMPLED[task]
@@ -159,18 +162,16 @@ class Seed:
         if rollouts:
             prompts = number_rows(ids for of in rollouts for ids in of["prompts"][::num_samples])
         with as_they_stand():
-            scores = [metrics["objective/score"] for metrics in self.steps(task, prompts)]
-        found = {task: trl_metrics(task, history) | {"ours": {"score": scores}}}
+            results = {task: trl_metrics(task, history) | {"ours": self.steps(task, prompts)}}
         if rollouts:
             turns = iter(rollouts)
             with as_they_stand(), mock.patch.object(Actor, "generate", lambda *_, **__: lay_out(next(turns))):
-                steps = self.steps(task, prompts, old_logprobs="recompute")
-                ours = {"kl": [metrics[KL_OF_OURS[task]] for metrics in steps]}
-            found[FED[task]] = trl_metrics(FED[task], history) | {"ours": ours}
-        return found
+                ours = self.steps(task, prompts, FED[task], old_logprobs="recompute")
+            results[FED[task]] = trl_metrics(FED[task], history) | {"ours": ours}
+        return results
 
-    def steps(self, task: str, prompts: list[dict[str, Any]], **more: Any) -> Iterator[dict[str, float]]:
-        """Yield the metrics of our steps on these prompts."""
+    def steps(self, task: str, prompts: list[dict[str, Any]], name: str = "", **flags: Any) -> list[float]:
+        """The metric of our steps on these prompts; `name`: of METRICS, where it is not the task's."""
         num_prompts, num_samples, num_epochs = SAMPLED[task]
         step = our_step(
             prompts,
@@ -192,14 +193,15 @@ class Seed:
             packed=True,
             dtype="fp32",
             seed=self.seed,
-            **more,
+            **flags,
         )
-        return (step() for _ in range(self.num_rl_steps))
+        metric = METRICS[name or task][0]
+        return [step()[metric] for _ in range(self.num_rl_steps)]
 
     def run_trl(
         self, task: str, rows: list[dict[str, Any]], options: dict[str, Any], **more: Any
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return what TRL has logged, and its rollouts; nothing where its Python is not given."""
+        """TRL's log, and its rollouts; nothing where its Python is not given."""
         pythons = self.pythons[1:] if task == "ppo" else self.pythons
         if not pythons:
             return [], []
@@ -211,32 +213,32 @@ class Seed:
             return peer.finish()
 
 
-def trl_metrics(task: str, history: list[dict[str, Any]]) -> dict[str, Metrics]:
-    """Return the task's metrics of what TRL has logged as `trl`; nothing where it was not run."""
-    names = METRICS[task].items()
-    found = {name: [row[its] for row in history if its in row] for name, its in names}
-    return {"trl": found} if history else {}
+def trl_metrics(task: str, history: list[dict[str, Any]]) -> Sides:
+    """The task's metric of what TRL has logged as `trl`; nothing where it was not run."""
+    name = METRICS[task][1]
+    values = [row[name] for row in history if name in row]
+    return {"trl": values} if history else {}
 
 
 def as_they_stand() -> Any:
-    """Return the block in which batches have the rows from first to last."""
+    """The block in which batches have the rows from first to last."""
     return mock.patch.object(GlobalBatches, "_order_of", lambda self, _: np.arange(len(self.dataset)))
 
 
 def number_rows(prompts: Iterable[Sequence[int]]) -> list[dict[str, Any]]:
-    """Return prompts as rows."""
+    """Prompts as rows."""
     return [{"row_id": str(row_id), "input_ids": list(ids)} for row_id, ids in enumerate(prompts)]
 
 
 def lay_out(rollout: dict[str, list[list[int]]]) -> Generation:
-    """Return the responses as if ours had been sampled, without log-probabilities."""
+    """The responses as if ours had been sampled, without log-probabilities."""
     ids, mask = pad_rows(rollout["responses"], PAD)
     is_finished = torch.tensor([of[-1] == EOS for of in rollout["responses"]])
     return Generation(ids, mask, torch.zeros(ids.shape), torch.zeros(ids.shape), is_finished, mask)
 
 
 def build_rows(seed: int, num_rows: int) -> tuple[dict[str, list[dict[str, Any]]], int]:
-    """Return each task's rows in the order of training, and the size of the vocabulary."""
+    """Each task's rows in the order of training, and the size of the vocabulary."""
     turns = composed.compose_turns("train", num_rows, seed)
     pairs = composed.compose_pairs("train", num_rows, seed)
     words = {word for row in (*turns, *pairs) for text in row for word in text.split()}
@@ -245,89 +247,101 @@ def build_rows(seed: int, num_rows: int) -> tuple[dict[str, list[dict[str, Any]]
     def encode(text: str) -> list[int]:
         return [number[word] for word in text.split()]
 
-    sft, ranked, rated = [], [], []
-    for row_id, (message, reply) in enumerate(turns):
-        prompt, answer = encode(f"Human: {message} Assistant:"), [*encode(reply), EOS]
-        mask = [0] * len(prompt) + [1] * len(answer)
-        sft.append({"row_id": str(row_id), "input_ids": prompt + answer, "loss_mask": mask})
-    for row_id, (message, *replies) in enumerate(pairs):
+    tasks: dict[str, list[dict[str, Any]]] = {"sft": [], "reward": [], "kto": []}
+    for row_id, (message, *replies) in enumerate(turns + pairs):
         prompt = encode(f"Human: {message} Assistant:")
-        row, start = {"row_id": str(row_id)}, len(prompt)
         sides = [[*prompt, *encode(reply), EOS] for reply in replies]
-        for side, ids in zip(("chosen", "rejected"), sides, strict=True):
-            row |= {f"{side}_ids": ids, f"{side}_response_start": start}
-        ranked.append(row)
+        start = len(prompt)
+        row: dict[str, Any] = {"row_id": str(row_id % num_rows)}
+        if len(sides) == 1:
+            mask = [0] * start + [1] * (len(sides[0]) - start)
+            tasks["sft"].append(row | {"input_ids": sides[0], "loss_mask": mask})
+            continue
+        pair = {"chosen_ids": sides[0], "rejected_ids": sides[1]}
+        starts = {"chosen_response_start": start, "rejected_response_start": start}
+        tasks["reward"].append(row | pair | starts)
         label = int(row_id % 4 != 3)  # else the KL term would be 0 nearly always
         answer = {"answer_ids": sides[1 - label], "answer_response_start": start}
-        rated.append({"row_id": str(row_id), "label": label} | answer)
-    rated = list(MismatchedRows(rated, 10**9))
-    return {"sft": sft, "reward": ranked, "dpo": ranked, "kto": rated}, FIRST_ID + len(number)
+        tasks["kto"].append(row | {"label": label} | answer)
+    tasks["kto"] = list(MismatchedRows(tasks["kto"], 10**9))
+    return tasks | {"dpo": tasks["reward"]}, FIRST_ID + len(number)
 
 
 def pair_as_trl(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return KTO's rows with the mismatched answers that TRL gives them: each its predecessor's in the
+    """KTO's rows with the mismatched answers that TRL gives them: each its predecessor's in the
     optimizer step, the first one the last one's.
     """
-    found = []
+    results = []
     for place, row in enumerate(rows):
         before = rows[place - 1 if place % ROWS_PER_STEP else place + ROWS_PER_STEP - 1]
         start = row["answer_response_start"]
         ids = row["answer_ids"][:start] + before["answer_ids"][before["answer_response_start"] :]
-        found.append(row | {"mismatched_ids": ids, "mismatched_response_start": start})
-    return found
+        results.append(row | {"mismatched_ids": ids, "mismatched_response_start": start})
+    return results
 
 
-def compared_metric(runs: Sequence[dict[str, Any]]) -> str:
-    """Return the name of what a task's sides are compared by: its first metric."""
-    return next(iter(runs[0]["ours"]))
+def sides_of(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """The sides that were run."""
+    return [side for side in ("trl", "ours") if side in runs[0]]
 
 
-def compare(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return of a task's runs the last losses, and the differences of the sides at the first step, the last
-    one, and the largest; or the scores of the first and of the last steps. Means of the seeds.
+def compare(task: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Last losses of a task's runs, and the differences of the sides at the first step, the last one, and the
+    largest; or the scores of the first and of the last steps, for each seed. Losses are means of the seeds.
     """
-    sides = [side for side in ("ours", "trl") if side in runs[0]]
-    name = compared_metric(runs)
-    if name == "score":
-        ends = {"first": slice(LAST), "last": slice(-LAST, None)}
-        return {
-            side: {
-                end: [statistics.fmean(run[side]["score"][of]) for run in runs] for end, of in ends.items()
-            }
-            for side in sides
-        }
-    found = {side: statistics.fmean(run[side][name][-1] for run in runs) for side in sides}
-    if len(sides) == 2:
+    summary: dict[str, Any] = {}
+    for side in sides_of(runs):
+        curves = [run[side] for run in runs]
+        summary[side] = statistics.fmean(curve[-1] for curve in curves)
+        if task in SAMPLED:
+            first = [statistics.fmean(curve[:LAST]) for curve in curves]
+            last = [statistics.fmean(curve[-LAST:]) for curve in curves]
+            summary[side] = {"first": first, "last": last}
+    if task not in SAMPLED and len(summary) == 2:
         differences = largest_differences(runs)
-        found |= {"first": differences[0], "last": differences[-1], "largest": max(differences)}
-    return found
+        summary |= {"first": differences[0], "last": differences[-1], "largest": max(differences)}
+    return summary
 
 
 def largest_differences(runs: Sequence[dict[str, Any]]) -> list[float]:
-    """Return at each step the largest difference of the sides' `compared_metric` among the runs."""
-    name = compared_metric(runs)
-    of_runs = [map(operator.sub, run["ours"][name], run["trl"][name]) for run in runs]
-    return [max(map(abs, of_step)) for of_step in zip(*of_runs, strict=True)]
+    """The largest difference of the sides among the runs, at each step."""
+    differences = [np.subtract(run["ours"], run["trl"]) for run in runs]
+    return np.abs(differences).max(axis=0).tolist()
 
 
 def draw(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Curve]]:
-    """Return losses of the first seed, means of the scores of all, and the differences of the losses."""
-    panels, differences = {}, {}
-    for task, of in runs.items():
-        sides = [side for side in ("trl", "ours") if side in of[0]]
-        name = next(iter(METRICS.get(task, [])), "")
-        if name:
-            shown, seeds = (of, "mean of the seeds") if name == "score" else (of[:1], f"seed {of[0]['seed']}")
-            values = {side: zip(*(run[side][name] for run in shown), strict=True) for side in sides}
-            panels[f"{task}: {name}, {seeds}"] = {
-                side: curve_of([*map(statistics.fmean, by_step)]) for side, by_step in values.items()
+    """Losses of the first seed, means of the scores of all, and the differences of the losses."""
+    panels = {}
+    differences = {}
+    for task, rows in runs.items():
+        name = "kl" if task in FED.values() else "loss"
+        title = f"{task}: {name}, seed {rows[0]['seed']}"
+        shown = rows[:1]
+        if task in SAMPLED:
+            title = f"{task}: score, mean of the seeds"
+            shown = rows
+        elif len(sides_of(rows)) == 2:
+            logarithms = np.log10(np.maximum(largest_differences(rows), ROUNDING))
+            differences[task] = curve_of(logarithms)
+        if task in METRICS:
+            panels[title] = {
+                side: curve_of(np.mean([run[side] for run in shown], axis=0)) for side in sides_of(rows)
             }
-        if name != "score" and len(sides) == 2:
-            found = largest_differences(of)
-            differences[task] = curve_of([math.log10(max(one, ROUNDING)) for one in found])
-    return panels | ({"largest difference of the losses, log10": differences} if differences else {})
+    if differences:
+        panels["largest difference of the losses, log10"] = differences
+    return panels
 
 
-def curve_of(values: list[float]) -> Curve:
-    """Return values by step as a curve."""
-    return Curve(list(range(1, len(values) + 1)), values)
+def shorten(curves: dict[str, Curve]) -> dict[str, Any]:
+    """The steps and values of a panel's curves, MOST_POINTS at most."""
+    shortened = {}
+    for name, curve in curves.items():
+        stride = math.ceil(len(curve.values) / MOST_POINTS)
+        values = [round(value, DIGITS) for value in curve.values[::stride]]
+        shortened[name] = {"steps": curve.steps[::stride], "values": values}
+    return shortened
+
+
+def curve_of(values: np.ndarray) -> Curve:
+    """Values by step as a curve."""
+    return Curve(list(range(1, len(values) + 1)), values.tolist())

@@ -37,22 +37,22 @@ class SamplerError:
         self.plain = decode.sample_tokens
 
     def sample_tokens(self, logits: torch.Tensor, *args: Any, **options: Any) -> Any:
-        """Return what is sampled from the logits with noise."""
+        """Tokens sampled from the logits with noise."""
         if self.is_biased and self.fixed.numel() != logits.shape[-1]:
             self.fixed = torch.randn(logits.shape[-1], generator=self.draw)
         noise = self.fixed if self.is_biased else torch.randn(logits.shape, generator=self.draw)
-        found = self.plain(logits.float() + self.size * noise, *args, **options)
+        sampled = self.plain(logits.float() + self.size * noise, *args, **options)
         logprobs = (
             logits.float().div(options["temperature"])[:, : options["num_valid_tokens"]].log_softmax(-1)
         )
-        own = logprobs.gather(-1, found.token_ids[:, None]).squeeze(-1)
-        self.total += float((found.logprobs - own).abs().sum())
+        own = logprobs.gather(-1, sampled.token_ids[:, None]).squeeze(-1)
+        self.total += float((sampled.logprobs - own).abs().sum())
         self.count += len(own)
         if self.count >= TOKENS:
             factor = self.nats / max(self.total / self.count, 1e-9)
             self.size *= min(max(factor, 0.5), 2.0)
             self.total, self.count = 0.0, 0
-        return found
+        return sampled
 
 
 if os.environ.get("SAMPLER_ERROR"):

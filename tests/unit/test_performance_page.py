@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.evidence.verifiable import CASES, PANELS
+from benchmarks.evidence.runs import mean_curve, read_section
 from benchmarks.measuring import best
 from common.models.tensor_ops import wilson_interval
 
 ROOT = Path(__file__).resolve().parents[2]
+WORD_PROBLEMS = read_section("verifiable")
 ALGORITHMS = (ROOT / "docs/algorithms.md").read_text()
 PAGE = (ROOT / "docs/performance.md").read_text()
 BASELINES = {
@@ -153,7 +154,7 @@ def test_what_each_case_ends_with_is_told(section):
         assert as_row(cells) in SECTIONS[section]
 
 
-@pytest.mark.parametrize("case", EVIDENCE["rewards"]["last"]["accuracy"])
+@pytest.mark.parametrize("case", EVIDENCE["rewards"]["cases"])
 def test_what_a_reward_model_learns_of_pairs_is_told(case):
     runs = [run for run in EVIDENCE["rewards"]["runs"] if run["name"] == case]
     for place, pairs in enumerate(runs[0]["pairs"]):
@@ -163,17 +164,19 @@ def test_what_a_reward_model_learns_of_pairs_is_told(case):
         assert as_row(cells) in SECTIONS["rewards"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", WORD_PROBLEMS["cases"])
 def test_what_each_algorithm_learns_is_told(name):
-    found = EVIDENCE["verifiable"]["cases"][name]
-    cells = [f"{score:.2f}" for score in found["scores"][1:]]
+    found, words = EVIDENCE["verifiable"]["cases"][name], WORD_PROBLEMS["cases"][name]["words"]
+    runs = [run for run in EVIDENCE["verifiable"]["runs"] if run["name"] == name]
+    assert [run["seed"] for run in runs] == [1, 2, 3]
+    scores, seconds = (mean_curve(runs, metric, "samples") for metric in ("scores", "seconds"))
+    cells = [f"{score:.2f}" for score in scores.values[1:]]
     cells += [f"{found['lowest']:.2f} to {found['highest']:.2f}"]
-    cells += [f"{found['seconds'][-1]:.0f}" if name in PANELS["algorithms"] else ""]
-    cells += [f"`{found['words']}`" if found["words"] != name else ""]
+    cells += [f"{seconds.last:.0f}" if name in WORD_PROBLEMS["panels"]["algorithms"] else ""]
+    cells += [f"`{words}`" if words != name else ""]
     assert as_row([f"`{name}`", *cells]) in SECTIONS["verifiable"]
-    assert f"{found['scores'][0]:.2f} before" in SECTIONS["verifiable"]
-    assert found["samples"] == [0, 1280, 2560, 3840, 5120]
-    assert [run["seed"] for run in EVIDENCE["verifiable"]["runs"] if run["name"] == name] == [1, 2, 3]
+    assert f"{scores.values[0]:.2f} before" in SECTIONS["verifiable"]
+    assert scores.steps == [0, 1280, 2560, 3840, 5120]
 
 
 # ---- scale, planned -------------------------------------------------------------------------------------
