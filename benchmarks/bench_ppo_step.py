@@ -63,7 +63,7 @@ def our_step(
     **flags: Any,
 ) -> Callable[[], dict]:
     """A function that does one step of `num_prompts` prompts and returns its metrics."""
-    found = find_algorithm(algorithm)
+    algorithm_entry = find_algorithm(algorithm)
     rates = {"actor_learning_rate": 1e-6, "critic_learning_rate": 1e-6}  # the lengths must stay what they are
     args = PPOArguments(
         algorithm=algorithm,
@@ -74,10 +74,10 @@ def our_step(
         log_interval=10**9,
         **rates | flags,
     )
-    args = fill_defaults(args, found)
+    args = fill_defaults(args, algorithm_entry)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.actor_model_name_or_path)
     rewards = [RewardSpec("model", reward_model, 1.0, "model")]
-    start = PPOStart(args, None, None, tokenizer=tokenizer, algorithm=found, rewards=rewards)  # type: ignore[arg-type]
+    start = PPOStart(args, None, None, tokenizer=tokenizer, algorithm=algorithm_entry, rewards=rewards)  # type: ignore[arg-type]
     no_texts = {"prompt_text": "", "messages": "[]", "fields": "{}"}
     rows = [{"prompt_ids": row["input_ids"], "row_id": row["row_id"]} | no_texts for row in prompts]
     batches = GlobalBatches(rows, collate_prompts, rows_per_micro_batch=num_prompts, seed=1)

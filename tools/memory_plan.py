@@ -134,8 +134,8 @@ def _fill(run: Run, moment: Moment) -> Moment:
 
 
 def reserved_gib(run: Run) -> float:
-    """Return what no tensor holds: the CUDA context and fragments; NCCL's buffers, those of several
-    communicators on 8 ranks and more; on a CPU the libraries of a process.
+    """Memory outside of tensors: CUDA context, fragmentation and NCCL's buffers, which grow with the number
+    of communicators on 8 ranks and more; on a CPU the libraries of a process.
     """
     return 0.7 if run.is_cpu else 2.0 + (run.num_ranks >= 8)
 
@@ -220,7 +220,7 @@ class Activations(NamedTuple):
 
 @cache
 def trace_activations(model: PlannedModel, dtype: str, length: int) -> Activations:
-    """Return what a pass over one sequence of `length` tokens saves and holds, by running it on fake tensors.
+    """Activations that a pass over one sequence of `length` tokens saves and holds, traced on fake tensors.
 
     The attention is the family's own under torch, without a mask: `build_model_inputs` gives none.
     """
@@ -235,7 +235,7 @@ def trace_activations(model: PlannedModel, dtype: str, length: int) -> Activatio
 
 
 def _trace(plain: PreTrainedModel, dtype_name: str, length: int, num_layers: int) -> Activations:
-    """Return what a model of a few layers holds, all that it saves as `saved_by_layer`."""
+    """Activations of a model of a few layers; all that it saves counts as `saved_by_layer`."""
     config = copy.deepcopy(plain.config)
     dtype = DTYPES["bf16" if dtype_name == "fp16" else dtype_name]  # as wide
     config.num_hidden_layers, config.use_cache = num_layers, False
@@ -322,9 +322,8 @@ def _hold_activations(run: Run, role: Role, verb: str, moment: Moment) -> None:
 
 
 def head_bytes(run: Run, role: Role, num_tokens: float, *, is_training: bool) -> float:
-    """Return what the head holds for the scored ones among a pass's tokens, in step 3 the responses: a chunk
-    of logits, their gradients and what is upcast of them (measured); for a value model the values' inputs in
-    fp32.
+    """Bytes that the head holds for the scored tokens of a pass, in step 3 the responses: a chunk of logits,
+    its gradients and its fp32 copies (measured); for a value model the inputs of the values in fp32.
     """
     b, model, head = run.num_bytes, role.model, role.model.head.weight
     num_scored = num_tokens

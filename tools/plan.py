@@ -189,9 +189,9 @@ def assumption_lines(run: Run) -> list[str]:
     ]
     if run.actor:
         again = "are computed again" if is_recomputed(run) else "are the sampler's"
-        how = "gathered layer by layer" if run.gathers_by_layer else f"by replicas of {run.tp_size}"
+        way = "gathered layer by layer" if run.gathers_by_layer else f"by replicas of {run.tp_size}"
         lines += [
-            f"generation {how}: {run.num_slots} sequences at a time, slots of {run.length} tokens",
+            f"generation {way}: {run.num_slots} sequences at a time, slots of {run.length} tokens",
             f"log-probabilities at rollout {again} (--old_logprobs {args.old_logprobs})",
             "no unsupervised text, no evaluation, no reward but models'",
         ]

@@ -112,7 +112,7 @@ def plan_switch(
     is_contiguous: bool = False,
     is_packed: bool = False,
 ) -> Switch:
-    """Return what the hybrid engine moves and holds, by its own plan.
+    """What the hybrid engine moves and holds, by its own plan.
 
     Not `is_sharded`: every rank has all weights whole. `is_packed`: those of linear layers in 4 bits.
     """
@@ -252,10 +252,17 @@ class Run:
         return rows * self.row_length - num_twice * (self.args.max_prompt_seq_len if self.actor else 0)
 
     def plan_switch(self) -> Switch:
-        """Return what the change to generate mode moves and holds, in elements of a rank."""
+        """What the switch to generation moves and holds, in elements of a rank."""
         actor, layers = self.actor, self.args.tp_gather_partition_size
-        how = self.num_ranks, self.tp_size, actor.is_sharded, layers, self.has_contiguous_groups
-        return plan_switch(actor.model, *how, is_packed=actor.num_packed > 0)
+        return plan_switch(
+            actor.model,
+            self.num_ranks,
+            self.tp_size,
+            actor.is_sharded,
+            layers,
+            self.has_contiguous_groups,
+            is_packed=actor.num_packed > 0,
+        )
 
 
 def shares_prompts(args: Any, model: PlannedModel) -> bool:
@@ -388,19 +395,19 @@ def find_sources(args: Any, problems: Problems) -> dict[str, Source]:
     critic = args.critic_model_name_or_path or (args.actor_model_name_or_path if has_reward else "")
     of_critic = ("--critic_model_name_or_path", critic, True)
     of_teacher = ("--teacher_model_name_or_path", args.teacher_model_name_or_path, False)
-    found: dict[str, Source] = {"actor": of_actor}
-    found["reference"] = of_teacher if args.teacher_model_name_or_path else of_actor
+    sources: dict[str, Source] = {"actor": of_actor}
+    sources["reference"] = of_teacher if args.teacher_model_name_or_path else of_actor
     with problems.catch():
         if find_algorithm(args.algorithm).needs_critic:
             cure = "give it, or an --algorithm without a critic, such as grpo"
             problems.check(bool(critic), f"--critic_model_name_or_path is needed for --stage 3: {cure}")
-            found["critic"] = of_critic
+            sources["critic"] = of_critic
         if not has_reward:
-            found["reward"] = of_critic
+            sources["reward"] = of_critic
         for spec in parse_rewards(args.reward, has_teacher=bool(args.teacher_model_name_or_path)):
             if spec.kind == "model":
-                found[spec.name] = ("--reward model:", spec.target, True)
-    return {role: source for role, source in found.items() if source[1]}
+                sources[spec.name] = ("--reward model:", spec.target, True)
+    return {role: source for role, source in sources.items() if source[1]}
 
 
 def known_config(path: str) -> Any:

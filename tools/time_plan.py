@@ -120,7 +120,7 @@ def _reached(machines: Machines) -> float:
 
 @cache
 def flops_of(model: PlannedModel) -> ModelFlops:
-    """Return what passes of a planned model cost."""
+    """FLOPs of the passes of a planned model."""
     return ModelFlops(model.module, model.head)
 
 
@@ -132,14 +132,14 @@ def _pass_flops(run: Run, role: Role, *, is_training: bool) -> float:
     num_scored = rows * args.max_answer_seq_len if run.actor else num_tokens
     if not is_training:
         return flops.of_pass(num_tokens, num_pairs, num_scored, is_training=False)
-    found = flops.of_pass(num_tokens, num_pairs, num_scored, is_training=True)
+    num_flops = flops.of_pass(num_tokens, num_pairs, num_scored, is_training=True)
     if role.is_checkpointed:
-        found += flops.of_pass(num_tokens, num_pairs, 0, is_training=False)
-    return found * (args.ppo_epochs if run.actor else 1)
+        num_flops += flops.of_pass(num_tokens, num_pairs, 0, is_training=False)
+    return num_flops * (args.ppo_epochs if run.actor else 1)
 
 
 def ring_seconds(run: Run, size: int, machines: Machines, stride: int = 1) -> float:
-    """Return what the hops of a gather by `size` ranks take, each `stride` after the one before."""
+    """Seconds of the hops of a gather by `size` ranks, each `stride` after the one before."""
     if size == 1:
         return 0.0
     num_nodes = size // max(min(run.args.num_gpus // stride, size), 1)
@@ -148,7 +148,7 @@ def ring_seconds(run: Run, size: int, machines: Machines, stride: int = 1) -> fl
 
 
 def tree_seconds(run: Run, size: int, machines: Machines, stride: int = 1) -> float:
-    """Return what the hops of a small all-reduce take, up a tree and down: a chain in each machine."""
+    """Seconds of the hops of a small all-reduce, up a tree and down: a chain in each machine."""
     if size == 1:
         return 0.0
     per_node = max(min(run.args.num_gpus // stride, size), 1)

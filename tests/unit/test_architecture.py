@@ -37,13 +37,13 @@ MAX_FILE_LINES, AIM_FILE_LINES = 420, 400
 MAX_FUNCTION_LINES, AIM_FUNCTION_LINES = 90, 60
 # Amounts that a change may lower. One that raises a number says why in its commit.
 AMOUNTS = {
-    "statements": 0,
-    "statements that step 3 reaches": 0,
-    "files that step 3 reaches": 0,
-    "files that one file imports": 0,
-    "assignments `a, b = x, y`": 0,
-    "conditional expressions": 0,
-    "test lines per 100 lines of code": 0,
+    "statements": 19_001,
+    "statements that step 3 reaches": 11_752,
+    "files that step 3 reaches": 112,
+    "files that one file imports": 28,
+    "assignments `a, b = x, y`": 428,
+    "conditional expressions": 870,
+    "test lines per 100 lines of code": 99,
 }
 PEER_ENVIRONMENTS = Path("benchmarks/make_peer_env.sh")
 
