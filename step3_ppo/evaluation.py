@@ -30,7 +30,7 @@ from step3_ppo.arguments import PPOArguments
 from step3_ppo.checks import VERIFIABLE
 from step3_ppo.environments import NUM_TURNS
 from step3_ppo.metrics import gather_responses, response_rows
-from step3_ppo.rewards.score_sum import PREFIX
+from step3_ppo.rewards.scorer import PREFIX
 from step3_ppo.rollout import Rollout
 from step3_ppo.rollout_batch import gather_numbers
 

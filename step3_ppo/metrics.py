@@ -14,7 +14,7 @@ from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.models.tensor_ops import correlation, masked_sum
 from common.ranks import distributed
 from step3_ppo.environments import KIND, NUM_TURNS
-from step3_ppo.rewards.score_sum import PREFIX, ScoreSum
+from step3_ppo.rewards.scorer import PREFIX, Scorer
 from step3_ppo.rollout_batch import exchange_rows, gather_numbers, response_mask, sampled_mask, tokens
 
 
@@ -76,7 +76,7 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
     return float(torch.where(of_returns > 0, 1 - of_errors / of_returns, 0.0).float())
 
 
-def summarise_scores(batch: PackedBatch, scores: ScoreSum) -> dict[str, float]:
+def summarise_scores(batch: PackedBatch, scores: Scorer) -> dict[str, float]:
     """Return the mean of each of several rewards, and how far each goes along with what is maximised.
 
     Where failures are borne, the share of responses without a score too. Every rank must call this.

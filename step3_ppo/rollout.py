@@ -18,7 +18,7 @@ from step3_ppo.arguments import PPOArguments
 from step3_ppo.distillation import parse_distill_loss
 from step3_ppo.environments import KIND, NUM_TURNS, Conversation, scores_of
 from step3_ppo.ppo_math import constant_groups
-from step3_ppo.rewards.score_sum import PREFIX, PromptTexts, ScoreSum
+from step3_ppo.rewards.scorer import PREFIX, PromptTexts, Scorer
 from step3_ppo.roles import Roles
 from step3_ppo.rollout_batch import TokenCap, gather_ids, in_order, replace_rows
 
@@ -37,7 +37,7 @@ class Rollout:
     """
 
     def __init__(
-        self, args: PPOArguments, roles: Roles, scores: ScoreSum, *, needs_greedy: bool = False
+        self, args: PPOArguments, roles: Roles, scores: Scorer, *, needs_greedy: bool = False
     ) -> None:
         """`needs_greedy`: each prompt has a greedy answer too, which is scored, and is no row of a batch."""
         self.args, self.roles, self.scores = args, roles, scores
@@ -105,7 +105,7 @@ class Rollout:
     def _add_greedy(self, batch: PackedBatch, answers: PackedBatch, texts: PromptTexts) -> PackedBatch:
         """Return the batch with scores, lengths and is_finished of the greedy answers to the same prompts."""
         micro_batches = self.score_cap.cut(answers)
-        scores = self.scores.ask(micro_batches, texts)(self.roles.rewards)
+        scores = self.scores.start(micro_batches, texts).wait(self.roles.rewards)
         answers = join_scores(answers.ids, micro_batches, {}, {"scores": scores["scores"]})
         row_of = {group: row for row, group in enumerate(answers.numbers("group_ids").tolist())}
         rows = [row_of[group] for group in batch.numbers("group_ids").tolist()]
@@ -203,7 +203,7 @@ class Rollout:
         roles = self.roles
         with watchdog.phase("the cut into micro-batches", clock="gather"):
             micro_batches = self.score_cap.cut(batch)
-        get_scores = self.scores.ask(micro_batches, texts)
+        pending = self.scores.start(micro_batches, texts)
         if is_trained_on and self.args.replay_sampling_support:
             masks = roles.actor.find_sampling_masks(micro_batches)
             micro_batches = [add_sampling_mask(*pair) for pair in zip(micro_batches, masks, strict=True)]
@@ -219,7 +219,7 @@ class Rollout:
             values, last_values = zip(*roles.critic.score(micro_batches), strict=True)
             columns["old_values"], numbers["next_values"] = values, last_values
         try:
-            numbers |= get_scores(roles.rewards)
+            numbers |= pending.wait(roles.rewards)
         except StepRefused as error:
             error.batches = micro_batches
             raise

@@ -19,7 +19,7 @@ from examples.own_environment.games import Calculator, HigherOrLower
 from step3_ppo import metrics
 from step3_ppo.environments import KIND, Environments, import_environment, scores_of
 from step3_ppo.rewards.reward_specs import RewardSpec
-from step3_ppo.rewards.score_sum import PREFIX, ScoreSum
+from step3_ppo.rewards.scorer import PREFIX, Scorer
 from step3_ppo.rewards.text_rewards import parse_on_error
 from step3_ppo.rollout_batch import tokens, with_tokens
 
@@ -254,17 +254,17 @@ def test_what_is_no_environment_is_named(target, words, echo):
 def test_scores_add_up_and_failures_are_handled_as_those_of_other_rewards(on_error):
     specs = [RewardSpec("model", "x", 0.5, "model"), RewardSpec(KIND, "m:C", 1.0, KIND)]
     environments = SimpleNamespace(first_failure="")
-    scores = ScoreSum(specs, {}, None, parse_on_error(on_error), environments)
+    scores = Scorer(specs, {}, None, parse_on_error(on_error), environments)
     batch = make_batch([2, 1, 1]).with_numbers(PREFIX + KIND, torch.tensor([1.0, 2.0, 3.0]))
     models = {"model": SimpleNamespace(score=lambda batches: [torch.full((3,), 4.0)])}
-    assert scores.ask([batch], {})(models)["scores"][0].tolist() == [3.0, 4.0, 5.0]
+    assert scores.start([batch], {}).wait(models)["scores"][0].tolist() == [3.0, 4.0, 5.0]
     environments.first_failure = "environment m:C, row rows:7, turn 1: step raised ValueError"
     batch = batch.with_numbers(PREFIX + KIND, torch.tensor([1.0, math.nan, 3.0]))
     if on_error == "refuse":
         with pytest.raises(StepRefused, match="row rows:7, turn 1: step raised ValueError"):
-            scores.ask([batch], {})(models)
+            scores.start([batch], {}).wait(models)
         return
-    found = scores.ask([batch], {})(models)
+    found = scores.start([batch], {}).wait(models)
     for name, values in found.items():
         batch = batch.with_numbers(name, values[0])
     assert found["scores"][0].tolist() == [3.0, 2.0 if on_error == "mask" else 1.0, 5.0]

@@ -11,7 +11,7 @@ from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards import http_reward
 from step3_ppo.rewards.judge_reward import JudgeReward, fill, read_template, read_verdict, split_target
 from step3_ppo.rewards.reward_specs import parse_rewards
-from step3_ppo.rewards.score_sum import ScoreSum
+from step3_ppo.rewards.scorer import Scorer
 from step3_ppo.rewards.text_rewards import Answers, RewardError
 
 ANSWERS = Answers(["p0", "p1", "p0", "p1"], ["a", "bb", "a", "x" * 12], [{}] * 4)
@@ -154,11 +154,11 @@ def test_what_was_judged_is_not_asked_again_and_the_rest_costs(server, judge_of)
 
 def test_costs_are_gathered_and_logged_once(judge_of):
     judge = judge_of()
-    scores = ScoreSum(parse_rewards([judge.name]), {"judge": judge})
+    scores = Scorer(parse_rewards([judge.name]), {"judge": judge})
     judge.score(ANSWERS)
-    scores._gather_costs()
+    scores.gather_costs()
     judge.score(ANSWERS)
-    scores._gather_costs()
+    scores.gather_costs()
     logged = scores.take_costs("reward")
     assert logged.pop("reward/judge_seconds") > 0
     assert logged == {

@@ -14,7 +14,7 @@ from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.hooks import HOOKS, register_hook
 from step3_ppo.ppo_trainer import PPOTrainer
-from step3_ppo.rewards.score_sum import ScoreSum
+from step3_ppo.rewards.scorer import Scorer
 from step3_ppo.roles import has_text_steps
 from step3_ppo.rollout_batch import TokenCap
 from step3_ppo.trainer_state import NUM_TOKENS, OpenStep, ValueNormaliser
@@ -132,7 +132,7 @@ class KnowingCritic:
     """
 
     recomputes, max_gap, judge_gap = True, math.inf, lambda self, gap: None
-    scores = ScoreSum([])
+    scores = Scorer([])
     roles = SimpleNamespace(actor=SimpleNamespace(hybrid_engine=ENGINE))
 
     normaliser: ValueNormaliser
@@ -260,7 +260,7 @@ def test_the_pass_for_prox_is_spared_where_versions_are_equal(sampled_at, recomp
 
     actor = SimpleNamespace(score=score, hybrid_engine=ENGINE)
     rollout = SimpleNamespace(
-        roles=SimpleNamespace(actor=actor), scores=ScoreSum([]), recomputes=recomputes, score_cap=TokenCap(8)
+        roles=SimpleNamespace(actor=actor), scores=Scorer([]), recomputes=recomputes, score_cap=TokenCap(8)
     )
     lengths = {"loss_aggregation": "constant", "max_answer_seq_len": 40, "max_prompt_seq_len": 9}
     args = fill_defaults(PPOArguments(rollout_correction="tis:1.2", **lengths), algorithm)

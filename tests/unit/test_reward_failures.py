@@ -18,7 +18,7 @@ from step3_ppo.metrics import summarise_scores
 from step3_ppo.ppo_math import constant_groups
 from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.reward_specs import RewardSpec
-from step3_ppo.rewards.score_sum import PREFIX, ScoreSum
+from step3_ppo.rewards.scorer import PREFIX, Scorer
 from step3_ppo.rewards.text_rewards import TextReward, checked_scores, parse_on_error
 
 
@@ -32,17 +32,17 @@ def test_what_is_no_value_of_the_flag_is_named(text):
 
 
 def scores_of(on_error, *, texts, model=None, weights=(1.0, 1.0)):
-    """Return (ScoreSum, the batch with what it gave) of four responses; `texts` are a function's scores."""
+    """Return (Scorer, the batch with what it gave) of four responses; `texts` are a function's scores."""
     specs = [
         RewardSpec("function", "m:f", weights[0], "function_f"),
         RewardSpec("model", "x", weights[1], "model"),
     ]
     reward = FakeReward(lambda answers: texts, on_error)
-    scores = ScoreSum(specs, {"function_f": reward}, lambda ids: "", parse_on_error(on_error))
+    scores = Scorer(specs, {"function_f": reward}, lambda ids: "", parse_on_error(on_error))
     batch = make_rollout_batch([0, 1, 2, 3], [2] * 4, [3, 1, 2, 4], num_samples=2)
     given = torch.tensor(model or [0.5] * 4)
     models = {"model": SimpleNamespace(score=lambda batchs: [given])}
-    of_names = scores.ask([batch], {n: ("", {}) for n in (0, 1)})(models)
+    of_names = scores.start([batch], {n: ("", {}) for n in (0, 1)}).wait(models)
     for name, found in of_names.items():
         batch = batch.with_numbers(name, found[0])
     return scores, batch
@@ -112,7 +112,7 @@ def learned(name, batch, on_error, **flags):
     } | flags
     args = dataclasses.replace(PPOArguments(), whiten_scores="batch", value_norm="exp", **flags)
     specs = [RewardSpec("function", "m:f", 1.0, "function_f")]
-    scores = ScoreSum(specs, on_error=parse_on_error(on_error))
+    scores = Scorer(specs, on_error=parse_on_error(on_error))
     rollout = SimpleNamespace(scores=scores, recomputes=False, roles=None)
     trainer = PPOTrainer(args, algorithm, rollout, None, None, SimpleNamespace(log_interval=100))
     done = trainer.add_advantages(1, batch)
@@ -168,9 +168,9 @@ class FakeReward(TextReward):
 
 
 def asked_of(function):
-    """Return (ScoreSum, batches, texts) of a function of Answers."""
+    """Return (Scorer, batches, texts) of a function of Answers."""
     specs = [RewardSpec("function", "m:f", 1.0, "function_f")]
-    scores = ScoreSum(specs, {"function_f": FakeReward(function)}, lambda ids: "")
+    scores = Scorer(specs, {"function_f": FakeReward(function)}, lambda ids: "")
     return scores, [make_rollout_batch([0, 1], [2, 2], [3, 1])], {0: ("", {}), 1: ("", {})}
 
 
@@ -184,10 +184,10 @@ def test_a_reward_is_asked_while_the_other_roles_score():
         return [1.0, 2.0]
 
     scores, batches, texts = asked_of(slow)
-    get_scores = scores.ask(batches, texts)
+    pending = scores.start(batches, texts)
     assert asked.wait(30)
     scoring.set()
-    assert get_scores({})["scores"][0].tolist() == [1.0, 2.0]
+    assert pending.wait({})["scores"][0].tolist() == [1.0, 2.0]
 
 
 def test_a_reward_is_asked_by_one_step_at_a_time():
@@ -202,7 +202,7 @@ def test_a_reward_is_asked_by_one_step_at_a_time():
         return [1.0, 2.0]
 
     scores, batches, texts = asked_of(slow)
-    scores.ask(batches, texts)
+    scores.start(batches, texts)
     threading.Timer(0.05, may_end.set).start()
-    assert scores.ask(batches, texts)({})["scores"][0].tolist() == [1.0, 2.0]
+    assert scores.start(batches, texts).wait({})["scores"][0].tolist() == [1.0, 2.0]
     assert most == [1, 1]

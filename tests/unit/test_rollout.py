@@ -32,7 +32,7 @@ from step1_sft.arguments import SFTArguments
 from step3_ppo.algorithms import ALGORITHMS, add_ppo_advantages, fill_defaults
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards.reward_specs import RewardSpec, parse_rewards
-from step3_ppo.rewards.score_sum import ScoreSum
+from step3_ppo.rewards.scorer import Scorer
 from step3_ppo.rewards.text_rewards import parse_on_error
 from step3_ppo.roles import Actor, LoraReference, MovingReference, Reference, Roles, build_roles
 from step3_ppo.rollout import Rollout, add_sampling_mask
@@ -94,7 +94,7 @@ def build(
         max_tokens_per_micro_batch=TokenCaps(caps),
     )
     texts = {"function_f": texts} if texts else {}
-    scores = ScoreSum(specs, texts, lambda ids: f"<{len(ids)}>", parse_on_error(on_error), bias=bias)
+    scores = Scorer(specs, texts, lambda ids: f"<{len(ids)}>", parse_on_error(on_error), bias=bias)
     return Rollout(args, roles, scores, **how)
 
 
@@ -272,7 +272,7 @@ def test_a_failing_reward_is_told_on_every_rank(monkeypatch):
     rollout = build(texts=text)
     batches = [make_rollout_batch([0, 1], [1, 1], [2, 1], num_samples=2)]
     with pytest.raises(StepRefused, match="gave nothing"):
-        rollout.scores.ask(batches, {0: ("p", {})})(rollout.roles.rewards)
+        rollout.scores.start(batches, {0: ("p", {})}).wait(rollout.roles.rewards)
 
 
 def test_the_sampling_mask_of_each_token_is_packed_beside_it():

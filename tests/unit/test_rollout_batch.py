@@ -15,7 +15,7 @@ from common.ranks import distributed
 from step3_ppo import metrics
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults, step_mean
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.rewards.score_sum import ScoreSum
+from step3_ppo.rewards.scorer import Scorer
 from step3_ppo.roles import build_response_inputs
 from step3_ppo.rollout_batch import (
     TokenCap,
@@ -255,8 +255,8 @@ def test_distinct_ngrams_by_hand():
 def test_each_reward_is_told_apart_with_how_it_agrees():
     scores = torch.tensor([0.0, 1.0, 2.0])
     batch = make_batch([2] * 3, scores=scores).with_numbers("score/a", scores)
-    assert metrics.summarise_scores(batch, ScoreSum([])) == {}  # one is what objective/score says already
-    found = metrics.summarise_scores(batch.with_numbers("score/b", -2 * scores), ScoreSum([]))
+    assert metrics.summarise_scores(batch, Scorer([])) == {}  # one is what objective/score says already
+    found = metrics.summarise_scores(batch.with_numbers("score/b", -2 * scores), Scorer([]))
     assert found["objective/score_b"] == -2.0 and found["objective/agreement_b"] == pytest.approx(-1.0)
     assert found["objective/agreement_a"] == pytest.approx(1.0)
     assert correlation(scores, torch.ones(3)) == 0.0

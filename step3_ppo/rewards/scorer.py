@@ -1,4 +1,4 @@
-"""What a response is worth: several rewards, each scored and kept on its own, weighted and added up."""
+"""Weighted sum of rewards; each reward is scored and logged separately."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ Scores = dict[str, Sequence[torch.Tensor]]  # "scores" and "score/NAME", for eac
 
 
 @dataclass
-class ScoreSum:
+class Scorer:
     """The rewards of a run: reward models read token ids and come with the roles, the others read text."""
 
     specs: Sequence[RewardSpec]
@@ -34,7 +34,7 @@ class ScoreSum:
     bias: float = 0.0  # added to the sum
     first_failure: str = field(default="", init=False)  # of all ranks, of the last scores
     costs: dict[str, float] = field(default_factory=dict, init=False)  # of all ranks' judges, not logged yet
-    _beside: Future[None] | None = field(default=None, init=False)  # what is asked in a thread
+    _pending: "PendingScores | None" = field(default=None, init=False)  # the last that were started
 
     @property
     def judges(self) -> dict[str, JudgeReward]:
@@ -43,54 +43,18 @@ class ScoreSum:
 
     @property
     def bears_failures(self) -> bool:
-        """Whether an answer may have no score; else it refuses its step."""
+        """Whether a response without a score is tolerated; else its step is skipped."""
         return self.on_error is not None
 
-    def ask(self, batches: Sequence[PackedBatch], texts: PromptTexts) -> Callable[[dict[str, Any]], Scores]:
-        """Ask functions and servers in a thread; return a function of the Reward roles by name, which waits.
-
-        It returns {"scores": the weighted sum, "score/NAME": one reward's}: for each batch (B,) fp32; without
-        rewards {}. Every rank must call this, and that, with as many batches. That raises StepRefused, naming
-        the reward, when a text reward gives something other than a finite number a response. Where failures
-        are borne, "score/NAME" is NaN for such a response, and counts as the default, or 0, in the sum: see
-        `counts`.
-        """
-        scores: Scores = {}
-
-        def ask_texts(*, on_device: bool) -> None:
-            for name, reward in self.texts.items():
-                if reward.is_on_device == on_device:
-                    reward.first_failure = ""
-                    scores[name] = torch.tensor(reward.score(answers), dtype=torch.float32).split(sizes)
-
-        def finish() -> None:
-            try:
-                if self.environments and self.environments.first_failure and not self.bears_failures:
-                    raise RewardError(self.environments.first_failure)
-                if self._beside:
-                    ask_texts(on_device=True)  # a thread would take the device from the other roles
-                    self._beside.result()
-            except RewardError as error:
-                raise StepRefused(str(error)) from error
-
-        def get_scores(models: dict[str, Any]) -> Scores:
-            for name, model in models.items():
-                scores[name] = model.score(batches)
-            if self.environments:
-                scores[KIND] = [batch.numbers(PREFIX + KIND) for batch in batches]
-            if self.texts or self.environments:
-                with watchdog.phase("the rewards", clock="reward"):
-                    distributed.run_together(finish, StepRefused)
-            self._gather_costs()
-            return self._add_up(scores, len(batches))
-
-        if self.texts:
-            with watchdog.phase("the texts of the responses", clock="reward"):
-                if self._beside:
-                    wait([self._beside])  # of a step that another role refused: one is asked at a time
-                answers, sizes = self._read(batches, texts), [len(batch) for batch in batches]
-                self._beside = in_daemon(lambda: ask_texts(on_device=False), "rewards")
-        return get_scores
+    def start(self, batches: Sequence[PackedBatch], texts: PromptTexts) -> "PendingScores":
+        """Start scoring batches; functions and servers run in a thread. Every rank must call this."""
+        if not self.texts:
+            return PendingScores(self, batches, None)
+        with watchdog.phase("the texts of the responses", clock="reward"):
+            if self._pending:
+                self._pending.join()  # of a step that another role skipped: one batch at a time
+            self._pending = PendingScores(self, batches, self._read(batches, texts))
+        return self._pending
 
     def _read(self, batches: Sequence[PackedBatch], texts: PromptTexts) -> Answers:
         assert self.decode is not None
@@ -98,7 +62,10 @@ class ScoreSum:
         responses = [self.decode(ids) for batch in batches for ids in batch.sequences("response_ids")]
         return Answers([texts[n][0] for n in numbers], responses, [texts[n][1] for n in numbers])
 
-    def _add_up(self, scores: Scores, num_batches: int) -> Scores:
+    def add_up(self, scores: Scores, num_batches: int) -> Scores:
+        """Weighted sum of the rewards' scores, and each of them; {} without rewards. Every rank must call
+        this.
+        """
         if not self.specs:
             return {}
         if self.bears_failures:
@@ -121,7 +88,7 @@ class ScoreSum:
     def compare(
         self, prompts: Sequence[str], responses: Sequence[str], others: Sequence[str]
     ) -> dict[str, list[float]]:
-        """Return by judge what `JudgeReward.prefer` says of this rank's answers.
+        """Preferences of each judge for this rank's responses, see `JudgeReward.prefer`.
 
         Every rank must call this. Raises StepRefused on all of them.
         """
@@ -134,11 +101,11 @@ class ScoreSum:
 
         with watchdog.phase("the judged pairs", clock="reward"):
             preferences = distributed.run_together(compare, StepRefused)[distributed.rank()]
-        self._gather_costs()
+        self.gather_costs()
         return preferences
 
-    def _gather_costs(self) -> None:
-        """Add up what the judges of all ranks have cost since the last time. Every rank must call this."""
+    def gather_costs(self) -> None:
+        """Add the costs of all ranks' judges since the last call to `costs`. Every rank must call this."""
         if not self.judges:
             return
         own = {f"{name}_{what}": judge.costs[what] for name, judge in self.judges.items() for what in COSTS}
@@ -156,7 +123,7 @@ class ScoreSum:
         return {f"{group}/{name}": number for name, number in taken.items()}
 
     def has_scores(self, batch: PackedBatch) -> torch.Tensor:
-        """Return (B,) bool: every reward that has a weight gave this response a score."""
+        """Which responses (B,) bool have a score from every reward with a weight."""
         is_scored = torch.ones(len(batch), dtype=torch.bool)
         for spec in self.specs:
             if spec.weight and PREFIX + spec.name in batch.data:
@@ -164,7 +131,9 @@ class ScoreSum:
         return is_scored
 
     def counts(self, batch: PackedBatch) -> torch.Tensor:
-        """Return (B,) bool: False for responses without a score that no loss, mean or baseline may count."""
+        """Which responses (B,) bool count in losses, means and baselines: under --reward_on_error mask those
+        with a score, else all.
+        """
         is_masked = self.bears_failures and math.isnan(self.on_error)
         return self.has_scores(batch) if is_masked else torch.ones(len(batch), dtype=torch.bool)
 
@@ -172,3 +141,55 @@ class ScoreSum:
         """End processes and connections."""
         for reward in self.texts.values():
             reward.close()
+
+
+class PendingScores:
+    """Scores of batches that have been started; `wait` returns them."""
+
+    def __init__(self, scorer: Scorer, batches: Sequence[PackedBatch], answers: Answers | None) -> None:
+        """`answers` are the texts of the batches, for rewards that read text; None without such rewards."""
+        self.scorer, self.batches, self.answers = scorer, batches, answers
+        self._thread: Future[Scores] | None = None
+        if answers is not None:
+            self._thread = in_daemon(lambda: self._score_texts(on_device=False), "rewards")
+
+    def wait(self, models: dict[str, Any]) -> Scores:
+        """Scores of all rewards, (B,) fp32 for each batch: {"scores": the weighted sum, "score/NAME": one
+        reward's}; {} without rewards. `models` are the Reward roles by name.
+
+        Every rank must call this with the same number of batches. Raises StepRefused, naming the reward, if a
+        reward that reads text does not give a finite number per response. Where failures are tolerated,
+        "score/NAME" is NaN for such a response, which counts as the default, or 0, in the sum; see `counts`.
+        """
+        scores = {name: model.score(self.batches) for name, model in models.items()}
+        if self.scorer.environments:
+            scores[KIND] = [batch.numbers(PREFIX + KIND) for batch in self.batches]
+        if self._thread or self.scorer.environments:
+            with watchdog.phase("the rewards", clock="reward"):
+                distributed.run_together(lambda: scores.update(self._finish()), StepRefused)
+        self.scorer.gather_costs()
+        return self.scorer.add_up(scores, len(self.batches))
+
+    def join(self) -> None:
+        """Wait for the thread, whether it failed or not."""
+        wait([self._thread] if self._thread else [])
+
+    def _score_texts(self, *, on_device: bool) -> Scores:
+        sizes, scores = [len(batch) for batch in self.batches], {}
+        for name, reward in self.scorer.texts.items():
+            if reward.is_on_device == on_device:
+                reward.first_failure = ""
+                scores[name] = torch.tensor(reward.score(self.answers), dtype=torch.float32).split(sizes)
+        return scores
+
+    def _finish(self) -> Scores:
+        environments = self.scorer.environments
+        try:
+            if environments and environments.first_failure and not self.scorer.bears_failures:
+                raise RewardError(environments.first_failure)
+            if not self._thread:
+                return {}
+            # After the thread's start: on the device, which a thread would take from the other roles.
+            return self._score_texts(on_device=True) | self._thread.result()
+        except RewardError as error:
+            raise StepRefused(str(error)) from error
