@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""People compare models blindly on a page; programs ask them by OpenAI's protocol.
+"""Blind comparison of models on a web page, with an OpenAI-compatible API.
 
 python arena.py output/sft/export output/ppo/export
 python arena.py sft=output/sft/export ppo=output/ppo/export --data_path prompts.jsonl

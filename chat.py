@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Talk to a saved model in the terminal.
+"""Chat with a saved model in the terminal.
 
 python chat.py output/step3/export
 python chat.py output/sft/export --compare output/ppo/export --reward output/reward/export

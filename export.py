@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Makes an export of any checkpoint: the one that its run would have written at that step.
+"""Exports any checkpoint, as its run would have exported it at that step.
 
 python export.py output/ppo/checkpoints/step-000200 --output output/ppo-200
 python export.py output/ppo --output output/ppo-average --what ema     (the newest checkpoint of a run)

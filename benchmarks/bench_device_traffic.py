@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What a GPU's host does for a token step and for a micro-batch: waits, copies, launches. Counts, not times.
+"""Host work per token step and per micro-batch on a GPU: waits, copies and launches. Counts, not times.
 
 python benchmarks/bench_device_traffic.py [--quick]
 

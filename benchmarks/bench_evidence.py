@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""A section of docs/results.md, made again: its facts, its figure.
+"""Regenerates a section of docs/results.md: its facts and its figure.
 
 python benchmarks/bench_evidence.py NAME [--quick] [--data_path FILE ...] [--trl_python PYTHON ...]
 

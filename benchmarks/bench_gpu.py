@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What one GPU gives, with random weights of OPT-1.3B's shape: decoding, a PPO step, and its memory.
+"""Decoding, a PPO step and its memory on one GPU, with random weights of OPT-1.3B's shape.
 
 python benchmarks/bench_gpu.py [--quick]
 

@@ -1,1 +1,1 @@
-"""What the three steps share: models, data and ranks; never which step is running."""
+"""Code that the three steps share: models, data and ranks. It does not know which step is running."""

@@ -1,1 +1,1 @@
-"""What the pages of this folder are made by; a package, so that no installed `docs` is found in its place."""
+"""Generators of pages in this folder; a package, so that no installed `docs` package is imported instead."""

@@ -1,1 +1,2 @@
-"""Code of your own, one folder each; a package, so that no installed `examples` is found in its place."""
+"""Examples of your own code, one folder each; a package, so that an installed `examples` is not imported
+instead."""

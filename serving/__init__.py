@@ -1,1 +1,1 @@
-"""What answers requests: chat models, the reward server, the arena and its judgements, OpenAI's protocol."""
+"""Servers: chat models, the reward server, the arena and its judgements, the OpenAI-compatible API."""

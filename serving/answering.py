@@ -1,4 +1,4 @@
-"""A saved model that answers conversations: for chat.py, prompt_eval.py and the arena.
+"""A saved model that responds to conversations, for chat.py, prompt_eval.py and the arena.
 
 # N answers to a prompt, T tokens, V vocabulary
 """

@@ -1,4 +1,4 @@
-"""The arena: blind pairs of answers that a person judges before seeing the models' names; page and API."""
+"""The arena: blind pairs of responses that people judge before the models' names are shown; page and API."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""Pairs of answers and the judgements of people: in one SQLite file, as win rates, and as training data.
+"""Pairs of responses and people's judgements in one SQLite file; as win rates and as training data.
 
 What was accepted is on the disk before the call returns (WAL, synchronous=FULL): a crash loses nothing.
 """

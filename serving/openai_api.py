@@ -1,4 +1,4 @@
-"""OpenAI's protocol: /v1/models, /v1/chat/completions and /v1/completions, streamed too.
+"""OpenAI-compatible API: /v1/models, /v1/chat/completions and /v1/completions, also streamed.
 
 A field that is not honoured is refused by its name, unless it asks for nothing.
 """

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""Answers of two or three models to the same prompts, side by side: base, SFT and PPO.
+"""Compares the responses of two or three models (base, SFT, PPO) to the same prompts side by side.
 
-python serving/prompt_eval.py --model_name_or_path_baseline BASE --model_name_or_path_finetune SFT/export \\
+python serving/prompt_eval.py --model_name_or_path_baseline BASE --model_name_or_path_finetune SFT/export \
     --model_name_or_path_rlhf PPO/export
 
 The prompts are a few built-in questions, or those of --data_path.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Serves a reward model over HTTP, to step 3's --reward http://HOST:PORT/score and to anyone else.
+"""Serves a reward model over HTTP, for step 3's --reward http://HOST:PORT/score and other clients.
 
 python serving/reward_server.py --model_name_or_path OUT/export --host 127.0.0.1 --port 8000
 

@@ -1,4 +1,4 @@
-"""PURE: the text of an answer, token by token: pieces never change, and add up to the whole decoded text."""
+"""PURE: the text of a response, token by token; chunks never change and add up to the whole decoded text."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

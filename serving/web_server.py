@@ -1,4 +1,4 @@
-"""What the web servers share: sockets, checks of requests, error bodies, streams.
+"""Code that the web servers share: sockets, validation of requests, error bodies, streams.
 
 Token and origin are looked at before a body is read: FastAPI's own dependencies come later.
 """

@@ -1,4 +1,4 @@
-"""The flags of step 1. No torch in here."""
+"""Flags of step 1. Does not import torch."""
 
 from dataclasses import dataclass
 

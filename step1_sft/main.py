@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Step 1, supervised fine-tuning: a base model learns to answer.
+"""Step 1, supervised fine-tuning: trains a base model on responses.
 
 deepspeed --num_gpus 2 step1_sft/main.py --model_name_or_path MODEL --data_path FILE --output_dir OUT
 python step1_sft/main.py --model_name_or_path MODEL --data_path FILE --output_dir OUT     (one process)

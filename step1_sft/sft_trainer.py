@@ -1,4 +1,4 @@
-"""Training of step 1: next-token loss on responses, perplexity on held-out rows."""
+"""Trainer of step 1: next-token loss on responses, perplexity on held-out rows."""
 
 import math
 from collections.abc import Iterable

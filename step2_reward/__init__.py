@@ -1,1 +1,1 @@
-"""Step 2: preference pairs to a reward model."""
+"""Step 2: from preference pairs to a reward model."""

@@ -1,4 +1,4 @@
-"""What a model makes of the answers of a batch of step 2: scores, values, log-probabilities.
+"""Scores, values and log-probabilities of the responses in a step-2 batch.
 
 # N pairs; a pass holds each pair's chosen answer, then its rejected one
 """

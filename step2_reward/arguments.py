@@ -1,4 +1,4 @@
-"""The flags of step 2. No torch in here."""
+"""Flags of step 2. Does not import torch."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Training of step 2 under --loss kto: a policy by answers that are labelled good or bad, each by itself.
+"""Trainer of step 2 under --loss kto: a policy from single responses labelled good or bad.
 
 # N rated answers, each beside its prompt followed by an answer to another prompt
 """

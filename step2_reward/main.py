@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Step 2, reward modelling: a model learns which of two answers people prefer.
+"""Step 2, reward modelling: trains a model to predict which of two responses people prefer.
 
 With --loss dpo, ipo or kto a chat model learns it instead, and there is no step 3.
 

@@ -1,5 +1,5 @@
-"""Losses on pairs of answers, of a reward model and of policies, and on rated answers; how well pairs are
-ranked. PURE.
+"""Losses on preference pairs, for reward models and policies, and on labelled responses; ranking metrics.
+PURE.
 
 Losses are unreduced, one number a pair, in fp32. Sequences start at column 0 and are told by their lengths;
 what stands after them is never read. A metric takes the numbers of a whole evaluation, gathered from all

@@ -1,4 +1,4 @@
-"""Training of step 2 on pairs: a reward model by a ranking loss, or under --loss dpo or ipo a policy.
+"""Trainer of step 2 on pairs: a reward model with a ranking loss, or under --loss dpo or ipo a policy.
 
 # N pairs; a pass holds each pair's chosen answer, then its rejected one
 """

@@ -1,5 +1,4 @@
-"""The reference of --loss dpo, ipo and kto: the policy itself before it learns anything, asked once about
-every pair.
+"""The reference of --loss dpo, ipo and kto: the initial policy, evaluated once on every pair.
 
 So no second model is ever in memory, and DPO's first loss is exactly log 2.
 

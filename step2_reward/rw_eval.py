@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Scores any pairs with a reward model: accuracy, margin, calibration, length bias.
+"""Evaluates a reward model on any pairs: accuracy, margin, calibration, length bias.
 
 python step2_reward/rw_eval.py --model_name_or_path OUT/export --data_path PAIRS
 

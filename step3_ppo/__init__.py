@@ -1,1 +1,1 @@
-"""Step 3: PPO on the reward model, from the SFT model to the chat model."""
+"""Step 3: PPO with the reward model, from the SFT model to the chat model."""

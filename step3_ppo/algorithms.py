@@ -1,4 +1,4 @@
-"""Algorithms: plain functions that make advantages of a rollout batch. None of them knows an engine.
+"""Advantage estimators: functions that add advantages to a rollout batch. They do not use an engine.
 
 An algorithm is called as `add_advantages(batch, args, kl_coef) -> batch`; `batch` has this rank's responses
 (`step3_ppo/rollout_batch.py`), groups whole, and `args` have their empty flags filled in. Every rank calls

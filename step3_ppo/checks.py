@@ -1,4 +1,4 @@
-"""What step 3 checks before a model is loaded: flags, models, rewards, the algorithm and what it needs."""
+"""Checks of step 3 before a model is loaded: flags, models, rewards, the algorithm and its requirements."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""What `--distill_loss` says: how the actor learns from the teacher of `--teacher_model_name_or_path`.
+"""Parsing of `--distill_loss`: the actor's loss against the teacher.
 
 [WEIGHT*]reverse_kl  [WEIGHT*]forward_kl  [WEIGHT*]jsd:BETA  [WEIGHT*]sampled
 """

@@ -1,4 +1,4 @@
-"""`--environment MODULE:CLASS`: conversations of several turns with an environment of your own.
+"""`--environment MODULE:CLASS`: multi-turn conversations with your own environment.
 
     class Doubler:
         max_turns = 4  # DEFAULT_MAX_TURNS without it

@@ -1,4 +1,4 @@
-"""What the policy is worth on prompts that it does not train on: before, during and after training.
+"""Held-out evaluation of the policy before, during and after training.
 
 The same prompts are answered each time, and each answer draws the random numbers of its prompt, so it changes
 by the weights alone.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Step 3, PPO: the SFT model learns to give answers that the reward model scores higher.
+"""Step 3, PPO: trains the SFT model to give responses that the reward model scores higher.
 
 deepspeed --num_gpus 2 step3_ppo/main.py --actor_model_name_or_path SFT --critic_model_name_or_path REWARD
     --data_path PROMPTS --output_dir OUT

@@ -1,4 +1,4 @@
-"""What a rollout batch says of the policy, by the names of the logs; and its responses, a row each.
+"""Metrics of a rollout batch, by log name; and its responses as rows.
 
 Every rank holds its share of a step. What is logged is of all ranks, the same for any number of them.
 

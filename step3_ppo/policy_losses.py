@@ -1,4 +1,4 @@
-"""Policy losses: plain functions of what a step knows of its response tokens. None of them knows an engine.
+"""Policy losses: functions of the response tokens of a step. They do not use an engine.
 
 A loss is called as `loss(tokens, clip_range, **options) -> (losses (N) fp32, statistics)`: one loss a token,
 unreduced, and numbers or truth values (N) by name, whose means over the tokens that count are logged as

@@ -1,4 +1,4 @@
-"""The losses of a minibatch, and the optimizer steps on them.
+"""Losses of a minibatch, and the optimizer steps on them.
 
 # S responses of a micro-batch, total response tokens of all
 """

@@ -1,4 +1,4 @@
-"""The PPO loop: rollout, advantages, minibatches, updates, log.
+"""The PPO training loop: rollout, advantages, minibatches, updates, logging.
 
 # b responses of this rank, total their tokens, R tokens of the longest
 """

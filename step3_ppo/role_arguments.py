@@ -1,4 +1,4 @@
-"""The flags of step 3's four models. No torch in here."""
+"""Flags of step 3's four models. Does not import torch."""
 
 from dataclasses import dataclass
 

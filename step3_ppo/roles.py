@@ -1,5 +1,5 @@
-"""The roles: actor, reference or teacher, critic, reward. What each says of a rollout batch (`score`, see
-`step3_ppo.rollout_batch`; the actor can `generate` too), and how they are built.
+"""The roles: actor, reference or teacher, critic, reward; what each computes for a rollout batch (`score`,
+see `step3_ppo.rollout_batch`; the actor can also `generate`), and their construction.
 
 # b responses of a batch, total response tokens of all
 """

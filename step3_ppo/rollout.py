@@ -1,4 +1,4 @@
-"""Prompts -> a rollout batch: generate, then score with all roles.
+"""From prompts to a rollout batch: generate, then score with all roles.
 
 # b responses of this rank, R response
 """

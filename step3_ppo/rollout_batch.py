@@ -1,4 +1,5 @@
-"""The responses of a PPO step: one container from sampling to the loss; how its rows move between ranks.
+"""The responses of a PPO step in one container, from sampling to the loss; and the exchange of rows between
+ranks.
 
 A rollout batch is a PackedBatch with one item a response; its ids are the sample ids, the response's position
 in the run's sequence of responses, whatever the number of ranks. A rank holds the responses that it has

@@ -1,4 +1,4 @@
-"""What makes up for a sampler that is not the policy before the step's updates: importance weights.
+"""Importance-sampling correction for a sampler that differs from the policy before the updates.
 
 `--rollout_correction FORM[:[LOWER,]UPPER]`. The sampler is another policy when its rollouts are stale, and,
 by rounding, when it computes otherwise than the trainer. The ratio of the loss is then taken to the trainer's

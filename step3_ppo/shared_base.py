@@ -1,4 +1,4 @@
-"""Roles whose frozen weights are of one base hold them once.
+"""Sharing of one copy of a frozen base model between roles.
 
 A role takes part if its base stays as it is: adapters train alone, or it is a reward model. Roles whose base
 is the same folder or hub name hold the same parameters then, each with adapters and head of its own. The

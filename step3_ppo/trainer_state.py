@@ -1,5 +1,5 @@
-"""What lasts from step to step beside the engines: running averages, a step not finished yet; and how a
-checkpoint keeps them, with the rollout batches that wait.
+"""State that lasts from step to step besides the engines: running averages, a step in progress; and its
+checkpoints, with waiting rollout batches.
 
 # N tokens of any layout, flat or (B, R); mask (N) bool, tokens that count
 """

@@ -1,1 +1,1 @@
-"""What stands above the steps and looks at them: plans, checks of data and models, reports, the machine."""
+"""Tools above the steps: plans, checks of data and models, reports, machine diagnosis."""

@@ -1,4 +1,4 @@
-"""What a step will train on, before it does: counts, decoded rows with their masks, lengths, bad rows.
+"""Shows what a step will train on: counts, decoded rows with their masks, lengths, bad rows.
 
 python -m tools.check_data --stage 1 --model_name_or_path MODEL --data_path FILE
 

@@ -1,4 +1,4 @@
-"""Whether our passes compute with a saved model what transformers does: a line, a number for each check.
+"""Compares our passes of a saved model with transformers' own: one line with a number per check.
 
 python -m tools.check_model MODEL
 python -m tools.check_model MODEL --dtype bf16 --tp_sizes 2 4

@@ -1,4 +1,4 @@
-"""Whether this machine can run the programs: a line for each thing that a run needs.
+"""Checks whether this machine can run the programs: one line per requirement.
 
 A line is ok, a note, or a problem with its cure; the exit code is 1 where there is a problem. torch,
 transformers and deepspeed may be absent: then it says what to install.

@@ -1,4 +1,4 @@
-"""Memory of every role in every phase of a run: what lies on a rank's device, and on its CPU.
+"""Memory of every role in every phase of a run, on a rank's device and on its CPU.
 
 # N ranks, P parameters of a model, b bytes of one
 

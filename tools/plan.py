@@ -1,6 +1,6 @@
-"""Whether a run fits into its machines, which flag to change where it does not, and what ranks send.
+"""Plans whether a run fits its machines, which flag to change if not, and what ranks send.
 
-python -m tools.plan --stage 3 --actor_model_name_or_path SFT --critic_model_name_or_path REWARD \\
+python -m tools.plan --stage 3 --actor_model_name_or_path SFT --critic_model_name_or_path REWARD \
     --actor_zero_stage 3 --enable_hybrid_engine --gpu a100-80g --num_gpus 8
 
 The flags are those of the step, and the machines'. Nothing is loaded and no GPU is needed: figures are worked

@@ -1,6 +1,4 @@
-"""What a plan is made of: models on torch's meta device, where weights take no memory; machines; the flags of
-a step. Nothing is loaded.
-"""
+"""Inputs of a plan: models on torch's meta device, machines, and the flags of a step. Loads nothing."""
 
 import copy
 import json

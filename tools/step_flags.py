@@ -1,4 +1,4 @@
-"""A tool's own flags together with those of the step that --stage names."""
+"""A tool's own flags combined with those of the step in --stage."""
 
 import argparse
 import dataclasses

@@ -1,4 +1,5 @@
-"""Seconds of each phase of a step on machines of GPUs, from what is computed, read and sent. Not run.
+"""Estimated seconds of each phase of a step on GPU machines, from computation, memory reads and
+communication. Not measured.
 
     score, train   the longer of arithmetic and of gathers, which go on beside it
     switch         its gathers, and the copies of states that wait on the CPU

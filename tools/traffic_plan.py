@@ -1,4 +1,4 @@
-"""Bytes that a rank receives in each phase of a step: inside its machine, from other machines, from the CPU.
+"""Bytes that a rank receives in each phase of a step: within its machine, from other machines, from the CPU.
 
 # N ranks, t tensor-parallel size, M bytes of weights
 

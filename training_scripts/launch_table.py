@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Which launch scripts there are, and the settings of `run.sh` for every other model.
+"""Table of the launch scripts, and the settings of `run.sh` for every other model.
 
 python training_scripts/launch_table.py STEP MODEL MACHINE      prints the flags of run.sh, one word a line
 """

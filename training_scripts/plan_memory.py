@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Works out the GiB that each row of models.txt takes in each step, and writes them there.
+"""Computes the GiB of each row of models.txt in each step, and writes them there.
 
 The figures are those of `python -m tools.plan` for the flags of run.sh, with models of the shapes in
 model_shapes.json: nothing is downloaded or loaded.

@@ -1,4 +1,4 @@
-"""The tokenizer's own chat template as a template of rows; templates by their names.
+"""Chat templates: the tokenizer's own as a template for rows; templates by name.
 
 A row is cut out of the text that the template renders of its conversation, as other programs render it.
 """

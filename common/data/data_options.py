@@ -1,5 +1,5 @@
-"""Options that decide the rows of a step, besides tokenizer and template; the disjoint shares of the steps;
-checks of the data before a model is loaded.
+"""Options that decide the rows of a step, besides tokenizer and template; the steps' disjoint splits; checks
+of the data before a model is loaded.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Global batches whose rows depend on the seed alone, dealt to the ranks.
+"""Global batches whose rows depend only on the seed, distributed over the ranks.
 
 A step's rows are the next G of a seeded permutation, G = rows per micro-batch x accumulation x ranks. One
 rank, two ranks, accumulation and any cut into micro-batches thus see the same global batches, and a token

@@ -1,4 +1,4 @@
-"""Rows of a data set by its place: a file, a folder, a folder saved by `datasets`, or a name on the hub."""
+"""Rows of a data set by location: a file, a folder, a folder saved by `datasets`, or a name on the hub."""
 
 import logging
 import os

@@ -1,5 +1,5 @@
-"""The one batch type: sequences of any length laid end to end, without padding; and collators to it.
-PURE: imports torch only.
+"""The batch type: sequences of any length laid end to end, without padding; and its collators. PURE: imports
+torch only.
 
 The layout of flash_attn_varlen_func, several keys side by side: the one batch type from collators to models.
 Layouts are computed on the CPU from lengths that stay there, so nobody waits for a GPU to learn a length.

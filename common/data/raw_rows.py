@@ -1,5 +1,5 @@
-"""Raw rows: a sequence of dicts that knows the place of each; and readers of local files: JSON, JSON lines,
-CSV, Parquet, Arrow, a folder of train and eval files.
+"""Raw rows: a sequence of dicts with the location of each; readers of local files (JSON, JSON lines, CSV,
+Parquet, Arrow) and of folders with train and eval files.
 """
 
 import codecs

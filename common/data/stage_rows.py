@@ -1,4 +1,4 @@
-"""Examples to the token rows of each step."""
+"""Conversion of Examples to the token rows of each step."""
 
 import json
 from collections.abc import Mapping, Sequence

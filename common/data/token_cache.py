@@ -1,5 +1,5 @@
-"""Token rows on disk: written once, under a key that changes with all that decides them, read by memory map;
-and the report of the raw rows.
+"""Token rows on disk, memory-mapped: written once per cache key, which covers everything that affects the
+rows; and the report on the raw rows.
 
 The files are Arrow streams, so rows are written as they come and no process ever holds them all.
 """

@@ -1,1 +1,1 @@
-"""Flags: one dataclass field each (default, range, help), how they are read and refused."""
+"""Flags: one dataclass field each (default, range, help); parsing and validation."""

@@ -1,4 +1,4 @@
-"""The secret that a server shares with those who may ask it: step 3, people, programs. No torch in here.
+"""The access token that a server shares with its clients. Does not import torch.
 
 It comes from a file or the environment, never from a command line, which any user of the machine can
 read, and no message holds it.

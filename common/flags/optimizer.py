@@ -1,4 +1,4 @@
-"""Which optimizer trains, and in which precision it keeps its states. No torch in here."""
+"""Flags for the optimizer and the precision of its states. Does not import torch."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Flags that no program defines: DeepSpeed-Chat's of other names or without effect, and removed ones.
+"""Legacy flags: DeepSpeed-Chat's names, flags without effect, and removed flags.
 
 A program takes a name whose flag it has, and every program that loads a tokenizer what has no effect.
 """

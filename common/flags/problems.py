@@ -1,4 +1,5 @@
-"""What is wrong with a start, told in one message; what a flag's value can be; which given flags do nothing.
+"""Problems found at start-up, collected into one message; flag value types; warnings about flags without
+effect.
 
 No torch in here.
 """

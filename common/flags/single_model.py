@@ -1,4 +1,4 @@
-"""The flags that steps 1 and 2 share, which train one model. No torch in here."""
+"""Flags that steps 1 and 2 share, which train a single model. Does not import torch."""
 
 from dataclasses import dataclass
 

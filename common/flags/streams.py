@@ -1,4 +1,5 @@
-"""Standard streams that end no program: closed, full, without a reader, of a narrow encoding. No torch."""
+"""Robust standard streams: closed, full, without a reader or with a narrow encoding, they end no program.
+Does not import torch."""
 
 import contextlib
 import errno

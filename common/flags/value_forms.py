@@ -1,4 +1,4 @@
-"""Values of flags that are more than a number: how often, how many tokens, how far. PURE."""
+"""Types of flag values that are more than a number: intervals, token budgets, KL limits. PURE."""
 
 import math
 import re

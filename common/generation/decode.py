@@ -1,4 +1,4 @@
-"""One token for each running sequence: what the decoder knows of it, how a token is sampled, and the pass.
+"""A decoding step for all running sequences: their state, sampling, and the forward pass.
 
 On a GPU a pass is a captured CUDA graph: one of a small model is bound by launching its kernels one by one.
 

@@ -1,5 +1,6 @@
-"""Whether tokens that are decoded one by one get the log-probabilities of the class's own forward pass:
-compared on a replica before weights are loaded, in two decode steps behind prompts of several lengths.
+"""Probe of cached decoding: compares the log-probabilities of tokens decoded one by one with the class's own
+forward pass, on a small replica, before weights are loaded. Two decoding steps after prompts of several
+lengths.
 """
 
 from collections.abc import Sequence

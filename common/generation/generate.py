@@ -1,4 +1,4 @@
-"""Sampling from a causal LM: prompts enter slots, every pass adds a token to each, who ends leaves at once.
+"""Sampling from a causal LM with continuous batching over a fixed number of slots.
 
 The text of a sample depends on (seed, sample id, prompt) and the weights alone: not on slots, order, batch
 or ranks.

@@ -1,4 +1,4 @@
-"""Train mode <-> generate mode of the actor: one set of weights, two layouts.
+"""Switch of the actor between training and generation: one set of weights, two layouts.
 
 ZeRO 0-2 with one rank per replica: the inference module holds the trained weights themselves, nothing is
 copied or sent. ZeRO 3, or `inference_tp_size` t > 1: each rank gets the slice of every weight that it

@@ -1,4 +1,4 @@
-"""A second module of a model's structure, for generation: weights are attached to it and detached again.
+"""A second module with a model's structure, for generation; weights are attached to it and detached again.
 
 It has no hooks of DeepSpeed, no adapters and no gradient checkpointing, and its own copy of the
 configuration, so nothing that generation wants touches the module that is trained. `cut_module` makes it one

@@ -1,4 +1,4 @@
-"""Keys and values of running sequences: one preallocated block a layer, a slot for each sequence.
+"""Keys and values of running sequences: one preallocated block per layer, one slot per sequence.
 
 transformers' own modules run unmodified over it: each row writes at its own position, and attention reads the
 first `upto` positions of the first slots, which the live sequences fill without gaps. Where the model was

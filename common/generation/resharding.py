@@ -1,4 +1,4 @@
-"""Weights from training shards (ZeRO stage 3) to tensor-parallel slices: who sends what, and the sending.
+"""Resharding of weights from ZeRO-3 shards to tensor-parallel slices: the plan and the communication.
 
 # N ranks, t tensor-parallel size, M bytes of weights
 

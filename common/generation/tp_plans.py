@@ -1,4 +1,4 @@
-"""Where the weights of a causal LM are cut for tensor-parallel generation, family by family.
+"""Tensor-parallel plans for generation, by model family.
 
 A plan says for each Linear of a block whether its outputs (Column) or its inputs (Row) are cut: a Column's
 outputs feed a Row's inputs on the same rank, and one sum over the ranks after the Row makes the result whole.

@@ -1,4 +1,4 @@
-"""Attention over sequences end to end in one row, without padding, under transformers' modules.
+"""Attention over packed sequences (end to end in one row, without padding), under transformers' modules.
 
 On a GPU: flash-attn's own kernel, or torch's where flash-attn is not installed; on a CPU torch's sdpa, piece
 by piece. A piece is a sequence, or the common beginning of several, or what follows that in one of them: its

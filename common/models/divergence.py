@@ -1,4 +1,5 @@
-"""How far a student's next tokens are from a teacher's, straight from the hidden states of both.
+"""Divergence of a student's next-token distribution from a teacher's, computed from the hidden states of
+both.
 
 PURE: imports torch and pure files. As in output_head.py logits exist for one chunk of tokens at a time, here
 those of both models. The student's gradient is made while they are there: of the vocabulary's size only the

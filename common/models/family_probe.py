@@ -1,5 +1,5 @@
-"""Whether our passes compute for a family what its class's own forward pass does: compared on a replica, in
-some hundred milliseconds, before weights are loaded.
+"""Probe of a model family: compares our forward passes with the class's own on a small replica, in a few
+hundred milliseconds, before weights are loaded.
 """
 
 from collections.abc import Sequence

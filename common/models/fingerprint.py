@@ -1,4 +1,4 @@
-"""A saved model's fingerprint, which tells whether it is still what it was: cheap for a model of any size."""
+"""Fingerprints of saved models, to detect changes; cheap for models of any size."""
 
 import hashlib
 import json

@@ -1,5 +1,5 @@
-"""LoRA: adapters that train, new ones and saved ones, the weights that they adapt under plain transformers'
-names, and models that share those.
+"""LoRA: new and saved adapters, the weights that they adapt under plain transformers' names, and models that
+share those.
 
 # O output rows, I input columns, r rank of an adapter, E experts whose matrices are stacked in one parameter
 """

@@ -1,4 +1,4 @@
-"""The floating-point operations (FLOPs) of passes through a model, and what devices can do at most.
+"""FLOPs of forward and backward passes, and the peak FLOP/s of devices.
 
 DEVICES' rates are from the makers' data sheets: dense products, added up in fp32.
 """

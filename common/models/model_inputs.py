@@ -1,5 +1,5 @@
-"""Sequences laid end to end, as a model reads them: padded rows, or one row without padding, in which the
-common beginning of several sequences stands once.
+"""Model inputs from sequences laid end to end: padded rows, or one packed row in which a prefix shared by
+several sequences occurs once.
 
 # S sequences, T tokens of the longest, total tokens of all, G groups of sequences
 """

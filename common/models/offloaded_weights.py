@@ -1,4 +1,4 @@
-"""Weights of a frozen model that wait in the CPU's memory between uses."""
+"""Weights of a frozen model that are kept in CPU memory between uses."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies straight from hidden states: logits exist for one chunk at a time.
+"""Log-probabilities and entropies from hidden states, with logits of one chunk of tokens at a time.
 
 PURE: imports torch and pure files. Neither pass ever holds logits of many tokens: the forward pass keeps the
 hidden states, two numbers a token and the first few chunks' logits; the backward pass makes the others again.

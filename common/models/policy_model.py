@@ -1,4 +1,4 @@
-"""A causal language model that answers with log-probabilities of given tokens, never with all logits.
+"""A causal language model that returns log-probabilities of given tokens instead of all logits.
 
 # S sequences, T positions, N scored tokens, V vocabulary
 """

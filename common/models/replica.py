@@ -1,4 +1,4 @@
-"""A small random model of another's class and configuration, to see in milliseconds what a family computes.
+"""Small random models of another model's class and configuration, for probes in milliseconds.
 
 It has a layer of each kind, two at least, and is as narrow as its configuration lets it be.
 """

@@ -1,4 +1,5 @@
-"""The auxiliary loss that keeps a mixture's experts evenly used, by the coefficient of its own configuration.
+"""The auxiliary load-balancing loss of mixtures of experts, with the coefficient of the model's
+configuration.
 
 # L layers with experts, N tokens, E experts
 """

@@ -1,4 +1,4 @@
-"""Sampling that does not depend on the batch. PURE: imports torch only.
+"""Sampling that is independent of the batch. PURE: imports torch only.
 
 One uniform per (seed, sample id, position) comes from a counter-based hash, and turns into a token through
 the inverse of the cumulated probabilities in the order of the vocabulary. Probabilities are cumulated as

@@ -1,4 +1,4 @@
-"""LoRA adapters that were saved without the model they were trained on, as PEFT and our steps write them."""
+"""LoRA adapters saved without their base model, as PEFT and our steps write them."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Masked sums, whitening, correlation, the interval of a share. PURE: imports torch only."""
+"""Masked sums, whitening, correlation, confidence interval of a rate. PURE: imports torch only."""
 
 import math
 from collections.abc import Callable

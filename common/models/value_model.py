@@ -1,4 +1,4 @@
-"""The critic and the reward model: a backbone with a scalar head, values per token, one score per sequence.
+"""Critic and reward model: a backbone with a scalar head; values per token, one score per sequence.
 
 It *is* transformers' AutoModelForSequenceClassification with one label, so a saved reward model loads with
 plain `from_pretrained` and an SFT model, a base model or a reward model can all be its beginning.

@@ -1,1 +1,1 @@
-"""What every program does: checks before the start, and the loop that steps 1 and 2 share."""
+"""Code of every program: start-up checks, and the training loop that steps 1 and 2 share."""

@@ -1,4 +1,4 @@
-"""The form of conversations that a run or a saved model has: by flags, by its record, by its tokenizer."""
+"""Conversation format of a run or a saved model: from flags, its triptych.json, or its tokenizer."""
 
 from typing import Any
 

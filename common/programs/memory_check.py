@@ -1,4 +1,5 @@
-"""Whether a step is planned to fit its GPUs: told before a model is loaded, as run.sh and train.py do."""
+"""Memory check before a model is loaded: whether the step is planned to fit its GPUs, as in run.sh and
+train.py."""
 
 import os
 import subprocess

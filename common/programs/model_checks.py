@@ -1,4 +1,4 @@
-"""What can be told of a model by its configuration and its tokenizer, before its weights are loaded."""
+"""Checks of a model's configuration and tokenizer before its weights are loaded."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A saved reward model that scores texts: for the reward server, and beside answers."""
+"""A saved reward model that scores texts, for the reward server and chat.py."""
 
 import threading
 from collections.abc import Sequence

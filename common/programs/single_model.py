@@ -1,4 +1,5 @@
-"""What the single-model programs (steps 1 and 2) share: checks, batches, engine, and the loop over epochs."""
+"""Code that the single-model programs (steps 1 and 2) share: checks, batches, engine, and the loop over
+epochs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What every program does before it loads a model: quiet libraries, checks, tokenizer, one list of
+"""Start-up of every program before a model is loaded: quiet libraries, checks, tokenizer, one list of
 problems."""
 
 import contextlib

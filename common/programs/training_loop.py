@@ -1,4 +1,4 @@
-"""What every step does around its trainer: loads models by flags, takes the steps that are left, saves."""
+"""Code around every step's trainer: loads models by flags, runs the remaining steps, saves."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""Processes: how they start, reduce, time their phases, and end together when one fails."""
+"""Processes: start-up, reductions, timers, and a joint exit when one fails."""

@@ -1,4 +1,4 @@
-"""Which rank failed first, told to all ranks, which then end with exit code 4.
+"""Failure detection: names the first rank to fail on all ranks, which then exit with code 4.
 
 A thread of each rank writes twice a second into the process group's store where its rank is (a `Beat`) and
 reads the verdict, with which all leave. Rank 0 looks at the beats of all ranks, every other rank at those of

@@ -1,4 +1,4 @@
-"""Refused steps; whether an exception is want of memory, or the loss of other ranks. PURE."""
+"""Skipped steps; classification of exceptions: out of memory, or other ranks lost. PURE."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What a step costs: seconds, tokens and floating-point operations (FLOPs) of each of its phases."""
+"""Costs of a step: seconds, tokens and FLOPs of each phase."""
 
 import contextlib
 import time

@@ -1,4 +1,5 @@
-"""Where each rank is, for messages and for the clocks; and how a rank leaves when it, or another one, fails.
+"""The phase that each rank is in, for messages and timers; and the exit of a rank when it or another one
+fails.
 
 Nothing is watched in a world of one.
 """

@@ -1,5 +1,5 @@
-"""Parameters under ZeRO stage 3, where each rank holds a flat shard, and each rank's share of whole ones. And
-an optimizer's states: where they lie, and that they can leave the GPU for a while.
+"""Parameters under ZeRO stage 3, where each rank holds a flat shard, and each rank's share of whole
+parameters. Also optimizer states: their location, and offloading them from the GPU.
 """
 
 from collections.abc import Iterator

@@ -1,1 +1,1 @@
-"""A run on disk: its log, checkpoints that it resumes from, exported models."""
+"""A run on disk: its logs, checkpoints and exported models."""

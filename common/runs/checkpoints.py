@@ -1,4 +1,4 @@
-"""Checkpoints: folders with all that moves in a run, whole or not there.
+"""Checkpoints: folders with the whole state of a run, either complete or absent.
 
 OUTPUT_DIR/checkpoints/step-000200/ holds PART-rank-00000.safetensors, ... for every part and rank,
 and meta.json: the JSON state of all parts, the flags, the SHA-256 of every file. It is written under another

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there, at whatever moment the machine stops. PURE.
+"""Files and folders that are either complete or absent, whenever the machine stops. PURE.
 
 What is not finished yet ends in `.writing`, what is on its way out in `.deleting`.
 """

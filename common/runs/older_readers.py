@@ -1,4 +1,5 @@
-"""What transformers 4 reads in the files of a saved model by other names than transformers 5 writes. PURE.
+"""Compatibility with transformers 4: fields of a saved model that it reads under other names than
+transformers 5 writes. PURE.
 
 Programs that stand on transformers 4 (vLLM, converters, trainers) take a default in silence where a name is
 missing. transformers 5 reads a file that has both names as it reads one with its own.

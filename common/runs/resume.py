@@ -1,4 +1,4 @@
-"""What --output_dir holds of an earlier run, and whether this one resumes it."""
+"""Earlier runs in --output_dir, and whether this run resumes them."""
 
 import dataclasses
 from collections.abc import Mapping

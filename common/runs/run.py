@@ -1,4 +1,4 @@
-"""A run between its models and the disk: it begins or resumes, saves where it is due, stops when asked to."""
+"""The life of a run on disk: it starts or resumes, saves checkpoints when due, and stops on request."""
 
 import contextlib
 import dataclasses

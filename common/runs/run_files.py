@@ -1,4 +1,4 @@
-"""The files of a run's folder: their names, and the lock that keeps a second run out of it. PURE.
+"""Names of the files in a run's folder, and the lock that keeps a second run out of it. PURE.
 
 OUTPUT_DIR/lock.json names the process of a run and, when it has left, its exit code. The lock itself is the
 kernel's, on that file: it ends with its process, however that ends, so it is never stale. Network file

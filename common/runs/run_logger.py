@@ -1,4 +1,4 @@
-"""What a run shows: a line a step, metrics, samples, rollouts; TensorBoard, wandb, mlflow, trackio.
+"""Logging of a run: a line per step, metrics, samples, rollouts; TensorBoard, wandb, mlflow, trackio.
 
 Only the first process prints and writes; on the others every call does nothing. Trackers have the names and
 step numbers of metrics.jsonl, through accelerate. TRACKERS_FILE has the id of each tracker's run and the last

@@ -1,4 +1,4 @@
-"""The state that a checkpoint holds: slices of flat tensors in safetensors files, and what JSON can hold.
+"""The state in a checkpoint: slices of flat tensors in safetensors files, and JSON.
 
 A slice is a run of a flat tensor that does not know ranks or ZeRO stages. Each rank writes those that it
 owns and reads those that it needs, so M ranks under one stage can read what N have saved under another.

@@ -1,1 +1,1 @@
-"""Advantages of your own making."""
+"""An advantage estimator of your own."""

@@ -1,4 +1,5 @@
-"""An algorithm of your own: how many of the other responses to its prompt a response beats.
+"""An algorithm of your own: the advantage is the fraction of the other responses to its prompt that a
+response beats.
 
 # b responses of this rank
 """

@@ -1,1 +1,1 @@
-"""A data set in a form of its own."""
+"""A data set in its own format."""

@@ -1,4 +1,4 @@
-"""A data set in a form of its own: a line is `question | right answer | wrong answer`."""
+"""A data set in its own format: a line is `question | right answer | wrong answer`."""
 
 from pathlib import Path
 from typing import Any

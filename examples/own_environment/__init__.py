@@ -1,1 +1,1 @@
-"""Environments that talk with the model: a calculator and a guessing game."""
+"""Environments that converse with the model: a calculator and a guessing game."""

@@ -1,4 +1,4 @@
-"""Two environments: a calculator that the model may ask before it answers, and a number to be guessed."""
+"""Two environments: a calculator that the model may use before it answers, and a number-guessing game."""
 
 import re
 

@@ -1,1 +1,1 @@
-"""A reward that knows what a prompt asked for."""
+"""A reward that uses other fields of the row."""

@@ -1,4 +1,4 @@
-"""A reward that knows what a prompt asked for: the other fields of a prompt's row come along."""
+"""A reward that checks what the prompt asked for, using other fields of the row."""
 
 MAX_WORDS = 30
 

@@ -1,1 +1,1 @@
-"""What a response earns before the KL penalty."""
+"""Rewards of a response, before the KL penalty."""

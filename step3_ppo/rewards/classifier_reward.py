@@ -1,4 +1,4 @@
-"""`--reward classifier:PATH[:LABEL]`: the logit of a label of any sequence classifier, which reads the text.
+"""`--reward classifier:PATH[:LABEL]`: the logit of one label of a sequence classifier, which reads the text.
 
 It has its own tokenizer, so it need not know the actor's vocabulary: a sentiment or toxicity model, a reward
 model of another family.

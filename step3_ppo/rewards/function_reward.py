@@ -1,4 +1,4 @@
-"""`--reward function:MODULE:NAME`: scores from a Python function of your own.
+"""`--reward function:MODULE:NAME`: scores from your own Python function.
 
     def polite(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]:
         return [float("please" in response.lower()) for response in responses]

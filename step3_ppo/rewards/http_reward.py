@@ -1,4 +1,4 @@
-"""`--reward http://HOST:PORT/PATH`: scores from a server. No torch in here.
+"""`--reward http://HOST:PORT/PATH`: scores from a server. Does not import torch.
 
 POST {"prompts": [...], "responses": [...], "rows": [...]} is answered by {"scores": [...]};
 serving/reward_server.py is such a server. Of an answer nothing but the numbers is used. A token of the

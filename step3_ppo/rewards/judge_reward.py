@@ -1,5 +1,5 @@
-"""`--reward judge:URL[:MODEL][#TEMPLATE_FILE]`: a language model that speaks OpenAI's chat protocol scores
-answers, and compares two. No torch in here.
+"""`--reward judge:URL[:MODEL][#TEMPLATE_FILE]`: an LLM behind OpenAI's chat API scores responses, and
+compares two. Does not import torch.
 
 URL is where the protocol begins, as in http://127.0.0.1:8000/v1. A template file says what the judge is asked
 and how its reply is read, see `read_template`. It is asked at temperature 0 with the run's seed, and the same

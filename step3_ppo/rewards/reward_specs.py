@@ -1,5 +1,4 @@
-"""What `--reward` says: which rewards there are, how much each counts, what can be checked before a model is
-loaded, and those that read text.
+"""Parsing and validation of `--reward`, and the construction of rewards that read text.
 
 [WEIGHT*]model:PATH  [WEIGHT*]classifier:PATH[:LABEL]  [WEIGHT*]function:MODULE:NAME  [WEIGHT*]http://HOST:PORT/PATH
 [WEIGHT*]judge:URL[:MODEL][#TEMPLATE_FILE]  NUMBER

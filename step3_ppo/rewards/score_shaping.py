@@ -1,4 +1,4 @@
-"""PURE: from the reward model's scores to the scores that PPO maximises.
+"""PURE: shaping of scores before the KL penalty.
 
 # B sequences
 """

@@ -1,4 +1,4 @@
-"""What a reward that reads text is: it takes prompts and responses, it gives one number each. No torch here.
+"""Base of rewards that read text: prompts and responses in, one number each out. Does not import torch.
 
 `function_reward`, `classifier_reward`, `http_reward`, `judge_reward` hold such rewards; what they give goes
 through `checked_scores`, so that a wrong count or a NaN ends the run where it arose and not in a loss.

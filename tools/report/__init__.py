@@ -1,4 +1,4 @@
-"""The report on runs. `LAYOUT` is report.toml: which metrics it shows, in which words, what it looks for."""
+"""The report on runs. `LAYOUT` is report.toml: the metrics it shows, their wording, and its diagnostics."""
 
 import tomllib
 from pathlib import Path

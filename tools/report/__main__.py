@@ -1,4 +1,4 @@
-"""`python -m tools.report RUN_DIR... [--output FILE]`: one HTML file that shows what runs have done.
+"""`python -m tools.report RUN_DIR... [--output FILE]`: one HTML file about one or more runs.
 
 Of several runs the curves lie over one another, and a table has their last values and the flags in which they
 differ. The file needs no other one, runs no script, and fetches nothing. Each program makes one at its end.

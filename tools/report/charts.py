@@ -1,4 +1,4 @@
-"""Curves by matplotlib: panels as SVG for the page, which colours them, or as a picture of their own."""
+"""Charts by matplotlib: SVG panels for the page, or one picture."""
 
 import io
 import itertools

@@ -1,4 +1,4 @@
-"""Known patterns of a hacked reward, a collapsed policy, an overfitted model; report.toml lists them.
+"""Known patterns of reward hacking, policy collapse and overfitting; report.toml lists them.
 
 Each diagnostic is a rule on the numbers of a few metrics, stated beside what it saw. It is a reason to read
 samples, no proof.

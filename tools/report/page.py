@@ -1,4 +1,4 @@
-"""The report on runs: one HTML file without scripts, and nothing that it would have to fetch.
+"""The report on runs: one self-contained HTML file without scripts.
 
 This module builds texts and charts; report.html is the layout, and escapes every text: markup in a sample is
 shown, and never run.

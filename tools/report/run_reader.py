@@ -1,4 +1,4 @@
-"""Reads the files of a run's folder, and names what is torn or missing."""
+"""Reads the files of a run's folder, and reports torn or missing ones."""
 
 import json
 import os

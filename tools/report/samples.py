@@ -1,4 +1,4 @@
-"""Samples of runs: answers to the same prompt over time and over runs, with what changed by words."""
+"""Samples of runs: responses to the same prompt over time and across runs, with word differences."""
 
 import difflib
 import re

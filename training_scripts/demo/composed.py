@@ -1,4 +1,4 @@
-"""Conversations composed from a table of topics: what somebody says, and a kind or a curt reply to it.
+"""Conversations composed from a table of topics: a message, and a kind or a curt reply.
 
 `topics.tsv` has a topic a line: what one does, did, how it went well or badly, a tip, a joy, a question. A
 message is a phrase of an intent with a topic's words in it; a reply is a sentence of each part of a mood. The

@@ -1,4 +1,4 @@
-"""Measure what the demo's three steps reached, on held-out conversations, and print it beside the aims.
+"""Measure the results of the demo's three steps on held-out conversations, and print them beside the aims.
 
     python training_scripts/demo/measure.py OUTPUT_DIR [--data human]
 

@@ -1,4 +1,4 @@
-"""What a reply reads like, by measures that no step of the demo trains on: moods, topics, lints, fluency."""
+"""Measures of a reply that no step of the demo trains on: style, topic, grammar errors, fluency."""
 
 import functools
 import importlib.util

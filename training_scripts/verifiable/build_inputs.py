@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Inputs of tasks whose answers can be checked, learned from a careless teacher.
+"""Inputs of tasks with verifiable answers, taught by an error-prone teacher.
 
 python training_scripts/verifiable/build_inputs.py OUT [sums | gsm]
 

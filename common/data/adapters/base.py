@@ -1,4 +1,4 @@
-"""Adapters, which read the rows of a data set and make Examples of them; the adapter of the usual forms."""
+"""Adapters, which turn the rows of a data set into Examples; the adapter of the usual row formats."""
 
 import hashlib
 import inspect

@@ -1,5 +1,5 @@
-"""Message trees as OpenAssistant's: every message names its parent, and people ranked the replies to it.
-The messages of a tree become one row.
+"""Message trees such as OpenAssistant's: each message names its parent, and replies are ranked. The messages
+of a tree become one row.
 """
 
 from collections import Counter, defaultdict

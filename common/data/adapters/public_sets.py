@@ -1,5 +1,5 @@
-"""Public data sets by name. A set of a usual form is an entry of `USUAL_FORMS`, one whose columns have other
-names an entry of `OWN_NAMES`; any other has a function in `REWRITERS` that gives its rows a usual form.
+"""Public data sets by name. A data set in a usual format is an entry of `USUAL_FORMS`, one with other column
+names an entry of `OWN_NAMES`; any other has a function in `REWRITERS` that rewrites its rows.
 
 `hub_data.HUB_PLACES` has the places on the hub.
 """

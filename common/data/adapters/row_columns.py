@@ -1,4 +1,4 @@
-"""A row by the names that the forms have for its columns, whatever public data sets call them."""
+"""Canonical column names of a row, whatever names a public data set uses."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,5 +1,5 @@
-"""The usual forms of a row, told apart by their columns; rows of scored responses to one prompt become one
-row, so that no prompt is trained on by one step and held out by another.
+"""The usual row formats, recognised by their columns. Rows of scored responses to one prompt become one row,
+so that no prompt is trained on in one step and held out in another.
 
 Several ranked answers become pairs: each with every one below it (InstructGPT).
 """

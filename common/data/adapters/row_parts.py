@@ -1,4 +1,4 @@
-"""Values of columns: texts, dialogues in one text, lists of turns, tools, numbers, ranked answers.
+"""Column values: texts, dialogues in one text, lists of turns, tools, numbers, ranked responses.
 
 A null is an absent key, at any depth.
 """

@@ -1,4 +1,4 @@
-"""`--reward function:step3_ppo.rewards.examples.arithmetic:right_answer`: a rule whose answer can be checked.
+"""`--reward function:step3_ppo.rewards.examples.arithmetic:right_answer`: a rule with a verifiable answer.
 
 The right answer is the row's field `answer`. The first number of a text counts; where it has "####", as the
 solutions of GSM8K have, the first one behind the last of these.
