@@ -37,8 +37,8 @@ def check_pooling(config: Any, args: RewardArguments, problems: Problems) -> Non
     """Add a problem where --reward_pooling fits neither the loss nor the scores of the model's own head."""
     problems.check(
         args.reward_pooling == "last" or args.loss != "token_wise",
-        "--reward_pooling mean: --loss token_wise compares two answers value by value and trains no mean; "
-        "use --loss end_score",
+        "--reward_pooling mean: --loss token_wise compares responses value by value and trains no mean; use "
+        "--loss end_score",
     )
     recorded = getattr(config, POOLING, "last")
     problems.check(

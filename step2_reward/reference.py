@@ -60,7 +60,7 @@ class Reference(Stateful):
             raise ValueError(
                 f"--max_train_steps {trainer.args.max_train_steps}, --num_train_epochs "
                 f"{trainer.args.num_train_epochs}: {len(missing)} more rows need the "
-                "reference's log-probabilities, and the model that gave them has moved on; begin anew with "
+                "reference's log-probabilities, but the model has been trained since; start over with "
                 "--resume overwrite"
             )
         if not is_begun:

@@ -70,8 +70,8 @@ def check_start_up(description: str, argv: Sequence[str] | None = None) -> PPOSt
         fill_ranks(args, problems)
         problems.check(
             not (args.ref_ema_decay and args.actor_lora_dim),
-            f"--ref_ema_decay {args.ref_ema_decay} averages whole weights, and with adapters of rank "
-            f"{args.actor_lora_dim} the reference is the actor without them; leave one of them out",
+            f"--ref_ema_decay {args.ref_ema_decay} averages whole weights, but with adapters of rank "
+            f"{args.actor_lora_dim} the reference is the actor without adapters; leave one of them out",
         )
         for refusal in refusals(args):
             problems.add(refusal)
@@ -114,30 +114,30 @@ def check_flags(args: PPOArguments, num_ranks: int, dtype: str, problems: Proble
     trained = given("per_device_training_batch_size", "gradient_accumulation_steps")
     problems.check(
         samples % update == 0,
-        f"{sampled} = {samples} samples a rank must be a multiple of {trained} = {update}",
+        f"{sampled} = {samples} samples per rank must be a multiple of {trained} = {update}",
     )
     caps, longest = args.max_tokens_per_micro_batch, args.max_prompt_seq_len + args.max_answer_seq_len
     problems.check(
         min(caps.train or longest, caps.score or longest) >= longest,
-        f"--max_tokens_per_micro_batch {caps} holds no whole sequence of "
+        f"--max_tokens_per_micro_batch {caps} is less than the longest sequence, "
         f"{given('max_prompt_seq_len', 'max_answer_seq_len', by=' + ')}; raise it to at least {longest}",
     )
     with problems.catch():
         parse_correction(args.rollout_correction)
     problems.check(
         not (args.ref_ema_decay and args.offload_reference_model),
-        f"--offload_reference_model has nothing to offload with {given('ref_ema_decay')}: the averages are a "
-        "share on each rank, and no model; leave it out",
+        f"--offload_reference_model has no effect with {given('ref_ema_decay')}: the averages are sharded "
+        "over the ranks; leave it out",
     )
     problems.check(
         not (args.ref_ema_decay and args.teacher_model_name_or_path),
-        f"{given('ref_ema_decay')} moves the reference, and with --teacher_model_name_or_path a teacher "
-        "stands in its place; leave it out",
+        f"{given('ref_ema_decay')} moves the reference, which --teacher_model_name_or_path replaces; "
+        "leave it out",
     )
     problems.check(
         args.old_logprobs != "strict" or args.rollout_staleness == 0,
-        "--old_logprobs strict compares the sampler with the policy before its update, and with "
-        f"{given('rollout_staleness')} that has moved on; use --old_logprobs auto, which recomputes them",
+        "--old_logprobs strict compares the sampler with the policy before its update, which with "
+        f"{given('rollout_staleness')} is a later one; use --old_logprobs auto, which recomputes them",
     )
     problems.check(
         not args.offload_states_for_generation or effective_zero_stage(args.actor_zero_stage, dtype) > 0,
@@ -145,8 +145,8 @@ def check_flags(args: PPOArguments, num_ranks: int, dtype: str, problems: Proble
     )
     problems.check(
         not args.offload_states_for_generation or args.offload not in ("param", "all"),
-        f"--offload_states_for_generation and --offload {args.offload} exclude each other: parameters that "
-        "live on the CPU already cannot be moved; use --offload none or optimizer",
+        f"--offload_states_for_generation and --offload {args.offload} exclude each other, because the "
+        "parameters are on the CPU already; use --offload none or optimizer",
     )
     size = given("inference_tp_size")
     is_cut = args.inference_tp_size > 1
@@ -158,8 +158,8 @@ def check_flags(args: PPOArguments, num_ranks: int, dtype: str, problems: Proble
     )
     problems.check(
         not (is_cut and args.unpin_actor_parameters and args.actor_zero_stage == 3),
-        f"{size} and --unpin_actor_parameters exclude each other: what is gathered layer by layer is whole; "
-        "give one of them",
+        f"{size} and --unpin_actor_parameters exclude each other: layers gathered one by one are "
+        "not cut; give one of them",
     )
 
 
@@ -176,8 +176,8 @@ def check_evaluation(
         problems.add(problem.replace("--data_path", "--eval_data_path"))
     problems.check(
         not (args.eval_data_path and args.eval_fraction),
-        f"--eval_fraction {args.eval_fraction} would hold prompts out for nothing: --eval_data_path is "
-        "what is evaluated on; give one of them",
+        f"--eval_fraction {args.eval_fraction} holds out prompts that are not used, because "
+        "--eval_data_path is evaluated; give one of them",
     )
     known = ["eval/score", *(f"eval/score_{spec.name}" for spec in rewards if len(rewards) > 1)]
     known += ["eval/pass_rate"] if any(spec.kind in VERIFIABLE for spec in rewards) else []
@@ -185,12 +185,12 @@ def check_evaluation(
     known += [f"eval/win_rate{name}{low}" for name in ("", *judges) for low in ("", "_low")]  # more is better
     problems.check(
         not args.keep_best or args.keep_best in known,
-        f"--keep_best {args.keep_best} is no number of this run's evaluations of which more is better; "
+        f"--keep_best {args.keep_best} is not a higher-is-better evaluation metric of this run; "
         f"choose from {', '.join(known)}",
     )
     problems.check(
         args.eval_prompts > 0 or not (args.keep_best or args.eval_interval),
-        "--keep_best and --eval_interval need an evaluation, and --eval_prompts 0 has none; give it a number",
+        "--keep_best and --eval_interval need an evaluation, which --eval_prompts 0 turns off; raise it",
     )
 
 
@@ -211,11 +211,12 @@ def check_algorithm(args: PPOArguments, algorithm: Algorithm, problems: Problems
         )
     problems.check(
         bool(args.critic_model_name_or_path) or not algorithm.needs_critic,
-        f"{name} has a critic: give --critic_model_name_or_path, the export/ of step 2",
+        f"{name} needs a critic: give --critic_model_name_or_path, the export/ folder of step 2",
     )
     problems.check(
         not args.truncated.startswith("bootstrap") or algorithm.needs_critic,
-        f"--truncated {args.truncated} asks a critic, and {name} has none; use score, mask or a number",
+        f"--truncated {args.truncated} requires a critic, which {name} does not have; use "
+        "score, mask or a number",
     )
 
 
@@ -225,7 +226,8 @@ def check_teacher(args: PPOArguments, algorithm: Algorithm, problems: Problems) 
     if not algorithm.needs_teacher:
         problems.check(
             not teacher,
-            f"--teacher_model_name_or_path {teacher} teaches nobody: {name} has no teacher; use distill",
+            f"--teacher_model_name_or_path {teacher} is unused: {name} has no teacher; use "
+            "--algorithm distill",
         )
         return
     problems.check(bool(teacher), f"{name} learns from a teacher: give --teacher_model_name_or_path")
@@ -233,7 +235,7 @@ def check_teacher(args: PPOArguments, algorithm: Algorithm, problems: Problems) 
         loss = parse_distill_loss(args.distill_loss)
         problems.check(
             loss.beta is None or not args.replay_sampling_support,
-            f"--distill_loss {args.distill_loss} compares whole vocabularies, and --replay_sampling_support "
+            f"--distill_loss {args.distill_loss} compares whole vocabularies, but --replay_sampling_support "
             "leaves tokens out; use --distill_loss sampled, or leave that flag out",
         )
     compared = {
@@ -268,8 +270,8 @@ def find_rewards(args: PPOArguments, algorithm: Algorithm | None, problems: Prob
             import_environment(args.environment)
         problems.check(
             not args.replay_sampling_support,
-            "--environment and --replay_sampling_support exclude each other: what an environment says is not "
-            "among the tokens that the sampler could draw; leave one of them out",
+            "--environment and --replay_sampling_support exclude each other: the tokens of an environment "
+            "were not sampled; leave one of them out",
         )
     if args.reward or args.environment:
         return specs
@@ -277,7 +279,7 @@ def find_rewards(args: PPOArguments, algorithm: Algorithm | None, problems: Prob
         return []
     if not path:
         problems.add(
-            "nothing gives scores: give --reward, --environment, or a reward model as "
+            "there is no reward: give --reward, --environment, or a reward model as "
             "--critic_model_name_or_path"
         )
         return []
@@ -347,7 +349,7 @@ def check_models(
         with problems.catch():
             problems.check(
                 name not in scorers or has_saved_head(name),  # a critic may begin with a new head
-                f"{flag} {name} is no reward model (it has no score head); give the export/ of step 2, or "
+                f"{flag} {name} is not a reward model (it has no score head); give the export/ of step 2, or "
                 f"--reward classifier:{name} for a model of several labels",
             )
         difference = actor and tokenizer and vocabulary_difference(actor, tokenizer)
@@ -359,8 +361,8 @@ def check_models(
                 f"--reward classifier:{name}, which reads text"
             )
             problems.add(
-                f"--actor_model_name_or_path and {flag} have other vocabularies, and the same token ids are "
-                f"given to both: {difference}; {cure}"
+                f"--actor_model_name_or_path and {flag} have different vocabularies, but receive the same "
+                f"token ids: {difference}; {cure}"
             )
     return actor
 

@@ -23,7 +23,7 @@ def server_token(token_file: str, problems: Problems) -> str:
         if token_file:
             origin = f"--token_file {token_file}"
             text = Path(token_file).read_text(errors="replace").strip()
-            problems.check(bool(text), f"{origin} is empty; write one line with a token into it")
+            problems.check(bool(text), f"{origin} is empty; write a token on one line into it")
         return _checked(origin, text)
     except OSError as error:
         problems.add(f"{origin} cannot be read: {error}")
@@ -52,7 +52,7 @@ def judge_token() -> str:
 def _checked(origin: str, token: str) -> str:
     if not (token.isascii() and token.isprintable() and " " not in token):
         raise ValueError(
-            f"{origin} holds {len(token)} characters that are no token: use letters, digits and signs "
-            "of ASCII in one line, without spaces"
+            f"{origin} holds {len(token)} characters that are no valid token: use ASCII letters, digits and "
+            "punctuation on one line, without spaces"
         )
     return token

@@ -184,13 +184,13 @@ def _add_unknown(word: str, known: list[str], problems: Problems) -> None:
     name = word.split("=")[0]
     bare = name.removeprefix("--")
     if bare in REMOVED:
-        problems.add(f"{name} has been removed: docs/migration.md has what there is instead")
+        problems.add(f"{name} has been removed; docs/migration.md names its replacement")
     elif word.startswith("-"):
         near = difflib.get_close_matches(bare.replace("-", "_"), known, n=1)
         hint = f"; did you mean --{near[0]}?" if near else "; --help_all lists all flags"
         problems.add(f"unknown flag {name}{hint}")
     else:
-        problems.add(f"unexpected word {word!r} among the flags")
+        problems.add(f"unexpected argument {word!r} among the flags")
 
 
 def _convert(field: dataclasses.Field, text: str) -> Any:

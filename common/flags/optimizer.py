@@ -58,14 +58,14 @@ def check_optimizer(args: Any, dtype: str, problems: Problems) -> None:
     ranks = [value for name, value in vars(args).items() if name.endswith("lora_dim")]
     problems.check(
         not (is_muon and all(ranks) and args.only_optimize_lora),
-        f"--optimizer {args.optimizer} has no matrix to train: adapters are AdamW's; use --optimizer "
-        "adamw, or --only_optimize_lora false",
+        f"--optimizer {args.optimizer} has no matrix to train, because adapters are trained by AdamW; use "
+        "--optimizer adamw, or --only_optimize_lora false",
     )
     if args.optimizer_dtype == "fp32":
         return
     problems.check(
         dtype == "bf16",
-        f"--optimizer_dtype {args.optimizer_dtype} needs --dtype bf16, and this runs in {dtype}",
+        f"--optimizer_dtype {args.optimizer_dtype} needs --dtype bf16, but this run uses {dtype}",
     )
     for name in ("offload", "critic_offload"):
         offload = getattr(args, name, "none")

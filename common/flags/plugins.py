@@ -37,7 +37,7 @@ def import_own_module(name: str) -> ModuleType:
     """
     if name.endswith(".py") or "/" in name:
         module = name.removesuffix(".py").strip("./").replace("/", ".")
-        raise ImportError(f"a module is named without path and .py; use {module}")
+        raise ImportError(f"name a module without path and .py: {module}")
     here = os.getcwd()
     if here not in sys.path:  # at the end: a file called json.py there must not hide a library
         sys.path.append(here)
@@ -120,7 +120,7 @@ class FunctionsByName(dict[str, T]):
         except ImportError as error:
             raise ValueError(f"--{self.flag} {name}: {error}") from error
         if not callable(function):
-            raise ValueError(f"--{self.flag} {name}: {function_name} is no function; name one")
+            raise ValueError(f"--{self.flag} {name}: {function_name} is not a function")
         registered = (entry for entry in self.values() if self.function_of(entry) is function)
         return next(registered, None) or self.kind(name, function)
 

@@ -64,7 +64,7 @@ def check_new_tokens(
     learned = [i for i, _ in new if i != tokenizer.pad_token_id or i == tokenizer.eos_token_id]
     problems.check(
         not (lora_flag and learned and args.only_optimize_lora),
-        f"{text}: adapters do not train rows of embeddings, and new ones would stay as they are made; give "
+        f"{text}: adapters do not train embedding rows, so new rows would keep their initial values; give "
         f"--only_optimize_lora false, or leave {lora_flag} out",
     )
     return [f"{text}: their rows begin as the mean of the others"]

@@ -54,8 +54,8 @@ def begin(
     caps = args.max_tokens_per_micro_batch
     problems.check(
         caps.score == caps.train,
-        f"--max_tokens_per_micro_batch {caps}: this step's passes without gradients are as large as "
-        f"--per_device_eval_batch_size says; give {caps.train} alone",
+        f"--max_tokens_per_micro_batch {caps}: the size of this step's passes without gradients is set by "
+        f"--per_device_eval_batch_size; give {caps.train} alone",
     )
     is_ranker = getattr(args, "kind", "") == "reward"
     model_checks.check_family(flag, config, args, problems, is_ranker=is_ranker)

@@ -139,8 +139,9 @@ def check_environment(problems: Problems) -> bool:
     shown = " ".join(f"{name}={value}" for name, value in given.items())
     problems.check(
         is_good,
-        f"{shown} in the environment make no group: it takes {', '.join(OF_A_GROUP)}, RANK from 0 and below "
-        "WORLD_SIZE; start by deepspeed or torchrun, which set all of them, or unset them for one process",
+        f"{shown} in the environment do not define a process group, which needs {', '.join(OF_A_GROUP)}, "
+        "and RANK from 0 and below WORLD_SIZE; start with deepspeed or torchrun, or unset them for "
+        "a single process",
     )
     return is_good
 
@@ -158,7 +159,7 @@ def check_device(dtype: str, problems: Problems) -> list[str]:
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
     problems.check(
         num_ranks <= num_gpus,
-        f"{num_ranks} ranks on a machine that shows {num_gpus} GPUs (CUDA_VISIBLE_DEVICES {shown}), and each "
+        f"{num_ranks} ranks on a machine with {num_gpus} visible GPUs (CUDA_VISIBLE_DEVICES {shown}); each "
         f"needs its own; start {num_gpus}: --num_gpus of deepspeed, --nproc_per_node of torchrun",
     )
     if rank >= num_gpus:
@@ -196,7 +197,7 @@ def check_offload(args: Any, dtype: str, problems: Problems, sums: str | None = 
         if offload == "param" and stage != 3:
             problems.add(f"--{flag} param needs --{name} 3, not {stage}; use --{flag} optimizer or stage 3")
         if offload in ("optimizer", "all") and effective_zero_stage(stage, dtype) == 0:
-            problems.add(f"--{flag} {offload} needs --{name} 1, 2 or 3: under stage 0 no state can move")
+            problems.add(f"--{flag} {offload} needs --{name} 1, 2 or 3: stage 0 cannot offload")
         # Else DeepSpeed has another optimizer, or keeps the sums of a refused step.
         problems.check(
             sums in (None, dtype) or stage == 3 or (stage == 2 and offload in ("none", "param")),
@@ -215,7 +216,7 @@ def check_model(
         return None
     folder = Path(name_or_path)
     if closed := _closed_path(folder):
-        problems.add(f"{flag} {closed} may not be read by this user; chmod -R a+rX {folder}, by its owner")
+        problems.add(f"{flag} {closed} cannot be read by this user; its owner can run chmod -R a+rX {folder}")
         return None
     try:
         read_metadata(name_or_path)
@@ -225,8 +226,8 @@ def check_model(
     if is_adapter(name_or_path):
         if not takes_adapter:
             problems.add(
-                f"{flag} {name_or_path} is an adapter without its model, which this program does not take; "
-                "give the export/ folder of the run, where it is merged"
+                f"{flag} {name_or_path} is an adapter without its base model, which this program does not "
+                "support; give the export/ folder of the run, where it is merged"
             )
             return None
         flag = f"{flag} {name_or_path}, an adapter of"
@@ -237,14 +238,14 @@ def check_model(
         near = folder / "export"
         is_run = (near / "config.json").exists()
         cure = f"did you mean {near}?" if is_run else "give the folder that save_pretrained wrote"
-        problems.add(f"{flag} {folder} holds no config.json, so it is no model; {cure}")
+        problems.add(f"{flag} {folder} has no config.json, so it is not a model; {cure}")
         return None
     try:
         return AutoConfig.from_pretrained(name_or_path, trust_remote_code=args.trust_remote_code)
     except Exception as error:  # OSError, ValueError, KeyError ... by what is missing
         is_absent = not has_hub_form(name_or_path) and not folder.is_dir()
         why = "there is no such folder" if is_absent else first_line(error)
-        problems.add(f"{flag} {name_or_path} is neither a model folder nor a hub model at hand: {why}")
+        problems.add(f"{flag} {name_or_path} is neither a model folder nor an available hub model: {why}")
         return None
 
 
@@ -340,7 +341,7 @@ def enter(start: Start) -> StageData | None:
         if started[-1].get("data_key", data.key) != data.key:
             start.problems.add(
                 f"the data have changed since the run in {args.output_dir} finished: choose another "
-                "--output_dir, or begin anew by --resume overwrite"
+                "--output_dir, or start over with --resume overwrite"
             )
         now = {flag: fingerprint(path) for flag, path in start.frozen.items()}
         for problem in changed_models(started[-1].get("models", {}), now):

@@ -100,8 +100,8 @@ def run_steps(run: Run, train_step: Callable[[int], None], evaluate: Callable[[i
         run.point(step)
     if not run.num_updates:
         raise TooManyBadSteps(
-            f"none of the {run.step} steps changed the model, so nothing is exported; correct what the lines "
-            "above name, then begin anew by --resume overwrite"
+            f"none of the {run.step} steps changed the model, so nothing is exported; fix the problems "
+            "named above, then start over with --resume overwrite"
         )
 
 

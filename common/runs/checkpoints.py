@@ -71,15 +71,15 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     except OSError as error:
         raise ValueError(f"{META} cannot be read: {error.strerror}") from error
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{META} is not one of ours, or torn") from error
+        raise ValueError(f"{META} is not a checkpoint of this program, or is incomplete") from error
     if hashlib.sha256(text.encode()).hexdigest() != expected:
         raise ValueError(f"{META} has changed since it was written (its SHA-256 differs)")
     if not isinstance(meta, dict) or not {"args", "numbers", "files"} <= meta.keys():
-        raise ValueError(f"{META} is not one of ours: it has no args, numbers or files")
+        raise ValueError(f"{META} is not a checkpoint of this program: it has no args, numbers or files")
     if meta.get("format") != FORMAT:
         raise ValueError(
-            f"its format is {meta.get('format')}, this program reads {FORMAT}: resume it with the code that "
-            "wrote it"
+            f"its format is {meta.get('format')}, but this program reads {FORMAT}; resume it with the "
+            "version that wrote it"
         )
     return Checkpoint(folder, meta)
 
@@ -154,7 +154,9 @@ def save_checkpoint(
 def _write_parts(folder: Path, parts: Mapping[str, Stateful]) -> dict[str, dict[str, Any]]:
     """Write this rank's files; return the SHA-256 of each."""
     if not folder.is_dir():
-        raise OSError(f"{folder} is not seen here: --output_dir must be on a disk that all machines share")
+        raise OSError(
+            f"{folder} does not exist on this machine: --output_dir must be on a disk that all machines share"
+        )
     facts = {}
     for part, thing in parts.items():
         slices = list(thing.tensor_slices())
@@ -196,7 +198,9 @@ def load_newest(candidates: Sequence[Checkpoint], parts: Mapping[str, Stateful])
     doubts: list[str] = []
     checkpoint = newest_whole(candidates, doubts)
     if checkpoint is None:
-        raise ValueError(f"{'; '.join(doubts)}. No checkpoint can be used: --resume overwrite starts anew")
+        raise ValueError(
+            f"{'; '.join(doubts)}. No checkpoint can be used; start over with --resume overwrite"
+        )
     for part, thing in parts.items():
         try:
             thing.load(TensorReader(checkpoint.files(part)), checkpoint.meta["numbers"][part])

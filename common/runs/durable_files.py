@@ -60,10 +60,10 @@ def read_object(path: Path, **kinds: type) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON ({error})") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object, so it is none of ours")
+        raise ValueError(f"{path} does not hold a JSON object, so this program did not write it")
     for name, kind in kinds.items():
         if not isinstance(content.get(name), kind | None):
-            raise ValueError(f"{path} has {content[name]!r} under {name!r}, so it is none of ours")
+            raise ValueError(f"{path} has {content[name]!r} under {name!r}, so this program did not write it")
     return content
 
 

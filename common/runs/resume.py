@@ -45,7 +45,7 @@ def find_run(args: Any, problems: Problems) -> EarlierRun:
         finished = read_object(folder / FINISHED_FILE, steps=int, exports=list)
         flags = read_object(folder / ARGS_FILE)
     except ValueError as error:
-        problems.add(f"{error}; --resume overwrite starts anew")
+        problems.add(f"{error}; start over with --resume overwrite")
         return EarlierRun()
     notes = []
     if finished and all(getattr(args, name) == flags.get(name) for name in LENGTH_FLAGS):
@@ -61,7 +61,7 @@ def find_run(args: Any, problems: Problems) -> EarlierRun:
         notes += compare_flags(args, checkpoints[0].meta["args"], str(checkpoints[0].folder), problems)
     elif doubts or finished:
         why = "; ".join([*doubts, *notes]) or "it has finished without one"
-        problems.add(f"{why}. No checkpoint of {folder} can be used: --resume overwrite starts anew")
+        problems.add(f"{why}. No checkpoint of {folder} can be used; start over with --resume overwrite")
     else:
         notes += compare_flags(args, flags, str(folder), problems)
         notes.append(f"the run in {folder} had saved no checkpoint yet: it begins anew")
@@ -131,13 +131,13 @@ def compare_flags(args: Any, saved: dict[str, Any], origin: str, problems: Probl
     notes = []
     saved = rename_flags(saved)
     if (program := program_of(saved)) != program_of(vars(args)):
-        problems.add(f"{origin} is of a run of {program}; choose another --output_dir")
+        problems.add(f"{origin} belongs to a run of {program}; choose another --output_dir")
         return []
     for name in REMOVED.keys() & saved.keys():
         if saved[name] != REMOVED[name]:
             problems.add(
                 f"{origin} was made with --{name} {saved[name]}, a removed flag (see docs/migration.md): "
-                "resume it with the version that wrote it, or give --resume overwrite to begin anew"
+                "resume it with the version that wrote it, or start over with --resume overwrite"
             )
     saved = vars(type(args)()) | saved  # an older program did not have all flags
     for flag in dataclasses.fields(args):
@@ -150,7 +150,7 @@ def compare_flags(args: Any, saved: dict[str, Any], origin: str, problems: Probl
             notes.append(f"--{flag.name} is {now} from here on; it was {before}")
         else:
             problems.add(
-                f"--{flag.name} {now} differs from the {before} of {origin}, and would make it another run: "
-                f"give {before}, or another --output_dir, or --resume overwrite to begin anew"
+                f"--{flag.name} {now} differs from the {before} of {origin}, which would be another run; "
+                f"give {before}, another --output_dir, or start over with --resume overwrite"
             )
     return notes

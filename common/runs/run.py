@@ -100,8 +100,8 @@ class Run(Stateful):
         """Take the step; ValueError when the data, frozen models, or the rows of a step or update differ."""
         if state["data_key"] != self.data.key:
             raise ValueError(
-                "the data have changed since it was saved, so its position in them means nothing; bring the "
-                "old data back, or start a new run from its export"
+                "the data have changed since it was saved, so its position in them is invalid; restore the "
+                "old data, or start a new run from its export"
             )
         for problem in changed_models(state.get("models", {}), self.models):
             raise ValueError(problem)
@@ -109,7 +109,7 @@ class Run(Stateful):
             before = state["rows"][flags]
             if now != before:
                 raise ValueError(
-                    f"{flags} x number of ranks was {before}, now it is {now}, which makes other updates: "
+                    f"{flags} x number of ranks was {before} and is now {now}, which changes the updates; "
                     f"choose them so that their product stays {before}"
                 )
         self.step, self.facts = state["step"], state["facts"]
@@ -331,9 +331,9 @@ class StopRequest:
         if not self.name:
             self.name, self._asked_at = number.name, now
             if distributed.is_main():
-                say(f"{number.name}: saving, then leaving; once more leaves at once")
+                say(f"{number.name}: saving, then exiting; send it again to exit at once")
         elif now - self._asked_at > SAME_REQUEST_SECONDS:
-            say(f"{number.name} again: leaving at once")
+            say(f"{number.name} again: exiting at once")
             run_files.release_lock(128 + number)
             os._exit(128 + number)
 

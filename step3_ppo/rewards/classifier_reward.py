@@ -79,7 +79,7 @@ def load_parts(target: str, *, trust_remote_code: bool = False) -> tuple[str, An
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # OSError, ValueError, KeyError ... by what is missing
         raise ValueError(
-            f"{flag}: {path} is neither a model folder nor a hub model at hand: {first_line(error)}"
+            f"{flag}: {path} is neither a model folder nor an available hub model: {first_line(error)}"
         ) from error
     kind = ", ".join(config.architectures or ["bare model"])
     if "ForSequenceClassification" not in kind:

@@ -142,7 +142,7 @@ def test_a_model_that_cannot_answer_is_named(tiny_model_folder, tmp_path):
     assert load_template("--path", str(tmp_path), AnsweringArguments(), problems) is None
     assert load_template("--path", folder, AnsweringArguments(template="chat"), problems) is None
     nothing_there, no_chat_template = problems.messages
-    assert nothing_there.startswith(f"--path {tmp_path} holds no config.json")
+    assert nothing_there.startswith(f"--path {tmp_path} has no config.json")
     assert f"{folder}: --template chat: the tokenizer has no chat template" in no_chat_template
 
 

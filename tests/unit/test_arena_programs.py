@@ -69,7 +69,7 @@ def test_everything_wrong_is_told_at_once(refused, folder, tmp_path):
         error = refused(folder, folder, "x=nowhere", "--port", port, "--data_path", tmp_path / "rows.jsonl",
                         "--top_p", 2, "--token_file", tmp_path / "none", "--tempature", 1)  # fmt: skip
     for words in (
-        f"--models names {folder} twice", "--models nowhere is neither a model folder nor a hub model",
+        f"--models names {folder} twice", "--models nowhere is neither a model folder",
         f"--port {port}: ", "choose another port", "has no prompts", "did you mean --temperature?",
         "--top_p 2 must be", "--token_file", "nothing was started",
     ):  # fmt: skip

@@ -76,7 +76,7 @@ def test_all_problems_come_at_once_and_name_flag_value_and_cure():
     [
         ("--learning_rate --seed 3", "--learning_rate needs a value: peak"),
         ("--model_name_or_path=", "--model_name_or_path is required: base model"),
-        ("stray", "unexpected word 'stray' among the flags"),
+        ("stray", "unexpected argument 'stray' among the flags"),
         ("--bogus stray", "unknown flag --bogus; --help_all lists all flags"),
     ],
 )
@@ -113,9 +113,7 @@ def test_a_flag_of_deepspeed_chat_stands_for_one_of_ours(words, expected):
 
 def test_a_removed_flag_is_refused():
     _, (message,) = parse(PPOArguments, "--actor_model_name_or_path a --reward_model_name_or_path m")
-    assert (
-        message == "--reward_model_name_or_path has been removed: docs/migration.md has what there is instead"
-    )
+    assert message == "--reward_model_name_or_path has been removed; docs/migration.md names its replacement"
     names = {field.name for program in find_programs() for field in dataclasses.fields(program.flags)}
     of_steps = {field.name for field in dataclasses.fields(PPOArguments)}
     assert not REMOVED.keys() & of_steps and not SWITCHES.keys() & of_steps

@@ -186,7 +186,7 @@ def test_what_is_no_causal_lm_is_told(tmp_path, tiny_tokenizer, check):
         auto_class.from_config(config).save_pretrained(tmp_path / name)
         tiny_tokenizer.save_pretrained(tmp_path / name)
     for name, told in (
-        ("absent", "absent is neither a model folder nor a hub model at hand: there is no such"),
+        ("absent", "absent is neither a model folder nor an available hub model: there is no such"),
         ("reward", "reward is a classifier; give a causal LM"),
         ("t5", "the model cannot be loaded: Unrecognized configuration class"),
     ):

@@ -139,12 +139,15 @@ FIRST_LOOK = {
         "meta.json has changed since it was written",
     ),
     **{
-        f"a meta of another form: {text[:20]}": (lambda f, text=text: write_meta(f, text), "not one of ours")
+        f"a meta of another form: {text[:20]}": (
+            lambda f, text=text: write_meta(f, text),
+            "not a checkpoint of this program",
+        )
         for text in ("[]", "5", "{}", "[" * 100_000, '{"format": 1}', '{"args": 1, "numbers": 2}')
     },
     "a torn meta": (
         lambda f: (f / "meta.json").write_bytes(b'{"content": "\xff'),
-        "not one of ours, or torn",
+        "not a checkpoint of this program, or is incomplete",
     ),
 }
 
@@ -153,7 +156,7 @@ def test_a_later_format_is_named(two, monkeypatch):
     monkeypatch.setattr(checkpoints, "FORMAT", 99)
     save(two, 3)
     monkeypatch.undo()
-    assert newest(two)[0] == 2 and f"its format is 99, this program reads {FORMAT}" in newest(two)[1][0]
+    assert newest(two)[0] == 2 and f"its format is 99, but this program reads {FORMAT}" in newest(two)[1][0]
 
 
 @pytest.mark.parametrize("what", FIRST_LOOK)

@@ -133,11 +133,11 @@ INDEX = {"metadata": {}, "weight_map": {UP: "model-00002-of-00002.safetensors"}}
 ADAPTER, FACTORS = "adapter_config.json", "adapter_model.safetensors"
 CASES: dict[str, tuple[Damage, int, str]] = {
     # ---- config.json
-    "no configuration": (remove(CONFIG), 2, "holds no config.json"),
-    "configuration is empty": (write(CONFIG, ""), 2, "neither a model folder nor a hub model"),
+    "no configuration": (remove(CONFIG), 2, "has no config.json"),
+    "configuration is empty": (write(CONFIG, ""), 2, "neither a model folder"),
     "configuration is torn": (write(CONFIG, '{"model_type": "lla'), 2, "neither a model folder nor"),
-    "configuration is a list": (write(CONFIG, "[]"), 2, "neither a model folder nor a hub model"),
-    "configuration is null": (write(CONFIG, "null"), 2, "neither a model folder nor a hub model"),
+    "configuration is a list": (write(CONFIG, "[]"), 2, "neither a model folder"),
+    "configuration is null": (write(CONFIG, "null"), 2, "neither a model folder"),
     "configuration of no family": (config(model_type=None), 2, "neither a model folder nor"),
     "family that nobody knows": (config(model_type="lllama"), 2, "lllama"),
     "layers as a word": (config(num_hidden_layers="two"), 2, "num_hidden_layers"),
@@ -196,7 +196,7 @@ CASES: dict[str, tuple[Damage, int, str]] = {
     # ---- adapters
     "adapter without its base": (adapter(edit(ADAPTER, base_model_name_or_path=None)), 2, "names no base"),
     "adapter of a base that has gone": (
-        adapter(edit(ADAPTER, base_model_name_or_path="gone")), 2, "neither a model folder nor a hub model"),
+        adapter(edit(ADAPTER, base_model_name_or_path="gone")), 2, "neither a model folder"),
     "adapter of another kind": (adapter(edit(ADAPTER, peft_type="IA3")), 2, "only LORA can be read"),
     "adapter's settings are torn": (adapter(write(ADAPTER, "{")), 2, "cannot be read"),
     "adapter's weights are torn": (adapter(write(FACTORS, b"torn")), 2, "the adapter cannot be loaded"),

@@ -84,7 +84,10 @@ def test_a_damaged_one_is_noted_and_the_one_before_it_taken(run):
     (run / "checkpoints" / "step-000002" / "meta.json").write_text("{")
     earlier, problems = find(f"--output_dir {run}")
     assert names(earlier) == ["step-000001"] and not problems
-    assert "step-000002: meta.json is not one of ours, or torn; it is passed over" in earlier.notes[0]
+    assert (
+        "step-000002: meta.json is not a checkpoint of this program, or is incomplete; it is passed over"
+        in earlier.notes[0]
+    )
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew_unasked(run):
@@ -92,7 +95,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew_unasked(run):
         (run / "checkpoints" / f"step-00000{step}" / "meta.json").unlink()
     earlier, (problem,) = find(f"--output_dir {run}")
     assert "step-000002: meta.json cannot be read" in problem and "step-000001: " in problem
-    assert "--resume overwrite starts anew" in problem
+    assert "start over with --resume overwrite" in problem
     assert find(f"--output_dir {run} --resume overwrite") == (EarlierRun(), [])
 
 
@@ -134,7 +137,7 @@ def test_a_folder_of_another_program_is_refused(kind, is_finished, tmp_path):
     run = leave_run(tmp_path / "run", is_finished=is_finished)
     problems = Problems()
     find_run(kind(output_dir=str(run)), problems)
-    assert "is of a run of step1_sft/main.py; choose another --output_dir" in problems.messages[0]
+    assert "belongs to a run of step1_sft/main.py; choose another --output_dir" in problems.messages[0]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +215,7 @@ def test_a_run_goes_on_in_another_folder_that_is_free(run, tmp_path):
 def test_a_path_that_is_no_checkpoint_is_named_with_the_reason(run, tmp_path):
     damaged = run / "checkpoints" / "step-000001"
     (damaged / "meta.json").write_bytes(b"")
-    for path, why in ((tmp_path, "there is no checkpoint"), (damaged, "meta.json is not one of ours")):
+    for path, why in ((tmp_path, "there is no checkpoint"), (damaged, "meta.json is not a checkpoint of this program")):
         earlier, (problem,) = find(f"--resume {path}")
         assert problem.startswith(f"--resume {path}: ") and why in problem and not names(earlier)
         assert "give a folder such as OUTPUT_DIR/checkpoints/step-000200" in problem
@@ -229,7 +232,7 @@ def compare(now: str, before: dict) -> tuple[list[str], list[str]]:
 def test_a_flag_that_makes_it_another_run_is_refused_with_both_values():
     notes, problems = compare("--learning_rate 1e-3 --seed 5", flags_of("--learning_rate 2e-3 --seed 4"))
     rate, seed = sorted(problems)
-    expected = "--learning_rate 0.001 differs from the 0.002 of ORIGIN, and would make it another run: give"
+    expected = "--learning_rate 0.001 differs from the 0.002 of ORIGIN, which would be another run; give"
     assert rate.startswith(f"{expected} 0.002") and "--resume overwrite" in rate and not notes
     assert seed.startswith("--seed 5 differs from the 4 of ORIGIN")
 

@@ -135,7 +135,7 @@ def check_command_line(program: str, words: list[str]) -> str:
         assert messages, line
         for message in messages:
             # It names the flag; only --reward's parts and a word that is no flag stand for themselves.
-            assert re.search(r"--[a-z]|unexpected word|unknown flag", message), line
+            assert re.search(r"--[a-z]|unexpected argument|unknown flag", message), line
             assert len(message) < 5000, line
     elif ended == "returned":
         assert any(word.startswith("--dry_run") for word in words), line

@@ -80,7 +80,7 @@ ADAPTED = {"actor_lora_dim": 4, "critic_lora_dim": 4}
         (PPOArguments(optimizer="muon:1e-3", **ADAPTED), "bf16", "muon:1e-3 has no matrix to train"),
         (PPOArguments(optimizer="muon:1e-3", actor_lora_dim=4), "bf16", ""),  # the critic has
         (SFTArguments(optimizer="lion"), "bf16", "--optimizer lion: expected"),
-        (SFTArguments(optimizer_dtype="bf16"), "fp32", "needs --dtype bf16, and this runs in fp32"),
+        (SFTArguments(optimizer_dtype="bf16"), "fp32", "needs --dtype bf16, but this run uses fp32"),
         (SFTArguments(optimizer_dtype="bf16", offload="all"), "bf16", "--offload all exclude each other"),
         (SFTArguments(optimizer_dtype="bf16", offload="param"), "bf16", ""),
         (PPOArguments(optimizer_dtype="bf16", critic_offload="optimizer"), "bf16", "--critic_offload opt"),

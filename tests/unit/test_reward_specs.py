@@ -118,7 +118,7 @@ def test_all_problems_are_told_at_once(tmp_path):
     )
     expected = [
         "is a GPT2LMHeadModel, not a sequence classifier",
-        "neither a model folder nor a hub model at hand",
+        "neither a model folder nor an available hub model",
         "has no brevty; did you mean brevity?",
         "the template cannot be read",
     ]
@@ -128,7 +128,7 @@ def test_all_problems_are_told_at_once(tmp_path):
     for rewards, is_refused in (([], True), ([f"model:{tmp_path}/lm"], True), ([LENGTH], False)):
         args, problems = make_args(*rewards, **models), Problems()
         check_models(args, None, find_rewards(args, None, problems), problems)
-        told = f"{tmp_path}/lm is no reward model (it has no score head); give the export/ of step 2"
+        told = f"{tmp_path}/lm is not a reward model (it has no score head); give the export/ of step 2"
         assert any(told in message for message in problems.messages) == is_refused
 
 

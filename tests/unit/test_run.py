@@ -275,7 +275,7 @@ def test_a_second_request_leaves_at_once_even_where_python_does_not_run(start):
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 128 + signal.SIGINT
-    assert "SIGINT again: leaving at once" in process.stderr.read()
+    assert "SIGINT again: exiting at once" in process.stderr.read()
 
 
 @pytest.mark.slow

@@ -238,9 +238,7 @@ def test_more_ranks_than_gpus_are_told_before_any_of_them_waits(name, monkeypatc
     is_left = pytest.raises(SystemExit) if has_none else contextlib.nullcontext()
     with pretended_gpu(), mock.patch.object(torch.cuda, "device_count", lambda: 2), is_left:
         check_device("", problems)
-    told = (
-        "3 ranks on a machine that shows 2 GPUs (CUDA_VISIBLE_DEVICES 4,5), and each needs its own; start 2"
-    )
+    told = "3 ranks on a machine with 2 visible GPUs (CUDA_VISIBLE_DEVICES 4,5); each needs its own; start 2"
     assert told in problems.messages[0] and (told in capsys.readouterr().err) == has_none
 
 
@@ -310,6 +308,6 @@ def test_what_may_not_be_read_is_named_with_its_path(closed, tiny_model_folder, 
     problems = Problems()
     assert startup.check_model("--model_name_or_path", str(folder), SFTArguments(), problems) is None
     assert problems.messages == [
-        f"--model_name_or_path {folder / closed} may not be read by this user; "
-        f"chmod -R a+rX {folder}, by its owner"
+        f"--model_name_or_path {folder / closed} cannot be read by this user; "
+        f"its owner can run chmod -R a+rX {folder}"
     ]
