@@ -96,7 +96,7 @@ def take_weights(module: nn.Module, checkpoint: Checkpoint, part: str) -> None:
             key = name if part == "ema" else f"{name}:weight"
             if reader.numel(key) != parameter.numel():
                 raise ValueError(
-                    f"{checkpoint.folder} is not of the model that its run began from: it holds "
+                    f"{checkpoint.folder} does not fit the model that its run started from: it holds "
                     f"{reader.numel(key)} elements of {key}, not {parameter.numel()}"
                 )
             parameter.copy_(reader.read(key).view(parameter.shape))
@@ -119,14 +119,14 @@ def check(
 ) -> Any:
     """Return the run's tokenizer after checking that there is what is asked for; leave where there is not."""
     if not checkpoint.files(part):
-        problems.add(f"--what {args.what}: {checkpoint.folder} holds none; the run was made without")
+        problems.add(f"--what {args.what}: {checkpoint.folder} has none, because the run had none")
     has_lora = getattr(flags, "lora_dim", 0) or getattr(flags, "actor_lora_dim", 0)
     if args.what == "adapter" and not (has_lora and flags.only_optimize_lora):
         what = f"the run of {checkpoint.folder} had no LoRA, or trained more (--only_optimize_lora false)"
         problems.add(f"--what adapter: {what}; use --what model")
     folder = Path(args.output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        problems.add(f"--output {folder} is there already; give a folder that is not")
+        problems.add(f"--output {folder} exists; give a new folder")
     problems.exit_if_any()
     origins = origins_of(flags, part)
     for flag_name in origins:

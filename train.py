@@ -115,7 +115,9 @@ def check(args: TrainArguments, problems: Problems) -> None:
         if step not in args.step and not (export / "config.json").exists():
             problems.add(f"--step 3 needs {export}, which step {step} writes; add {step}")
     if args.deployment_type == "multi_node" and not Path(args.hostfile).is_file():
-        problems.add(f"--hostfile {args.hostfile}: no such file; one line 'hostname slots=8' a machine")
+        problems.add(
+            f"--hostfile {args.hostfile}: no such file; it has a line 'hostname slots=8' per machine"
+        )
     for name, words in more_flags(args).items():
         try:
             shlex.split(words)

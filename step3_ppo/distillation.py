@@ -30,7 +30,7 @@ def parse_distill_loss(text: str) -> DistillLoss:
     weight = read_number(weight_text) if star else 1.0
     if weight is None or weight <= 0:
         raise ValueError(
-            f"--distill_loss {text}: the weight {weight_text!r} is no number above 0; write it as in "
+            f"--distill_loss {text}: the weight {weight_text!r} is not a number above 0; write it as in "
             "0.5*reverse_kl, or leave it out for 1"
         )
     kind, colon, beta_text = (part.strip() for part in form.partition(":"))
@@ -38,12 +38,12 @@ def parse_distill_loss(text: str) -> DistillLoss:
         beta = read_number(beta_text)
         if beta is None or not FORWARD_KL <= beta <= REVERSE_KL:
             raise ValueError(
-                f"--distill_loss {text}: BETA {beta_text!r} is no number from 0 (forward_kl) to 1 "
+                f"--distill_loss {text}: BETA {beta_text!r} is not a number from 0 (forward_kl) to 1 "
                 "(reverse_kl); write it as in jsd:0.5"
             )
         return DistillLoss(weight, beta)
     if colon or kind not in FORMS:
         near = difflib.get_close_matches(kind, FORMS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(FORMS)}"
-        raise ValueError(f"--distill_loss {text}: {form!r} is no divergence; {hint}")
+        raise ValueError(f"--distill_loss {text}: {form!r} is not a divergence; {hint}")
     return DistillLoss(weight, FORMS[kind])

@@ -67,10 +67,10 @@ def import_environment(target: str) -> type:
     try:
         inspect.signature(kind).bind()
     except TypeError as error:
-        raise ValueError(f"{flag}: {name}() must need no argument ({error})") from error
+        raise ValueError(f"{flag}: {name}() must not require arguments ({error})") from error
     max_turns = getattr(kind, "max_turns", DEFAULT_MAX_TURNS)
     if not isinstance(max_turns, int) or max_turns < 1:
-        raise ValueError(f"{flag}: {name}.max_turns {max_turns!r} must be a whole number from 1 on")
+        raise ValueError(f"{flag}: {name}.max_turns {max_turns!r} must be a whole number of at least 1")
     return kind
 
 
@@ -169,7 +169,7 @@ class Environments:
             messages, reward, is_over = result
             number = None if isinstance(reward, str) else read_number(reward)
             if number is None:
-                raise ConversationFailed(f"step gave the reward {quoted(str(reward))}: no finite number")
+                raise ConversationFailed(f"step gave the reward {quoted(str(reward))}: not a finite number")
             conversation.score += number
             if is_over or conversation.num_turns == self.max_turns:
                 return None

@@ -75,9 +75,9 @@ def choose_prompts(
         asked.append(f"--eval_interval {args.eval_interval}")
     if not rows and (asked or args.eval_data_path):
         raise ValueError(
-            f"{', '.join(asked) or 'an evaluation'} needs prompts that are not trained on, and of "
-            f"{len(held_out)} {where} ones none is left: raise --eval_fraction {args.eval_fraction}, or name "
-            "others by --eval_data_path"
+            f"{', '.join(asked) or 'an evaluation'} needs prompts that are not trained on, but none of "
+            f"the {len(held_out)} {where} ones is left: raise --eval_fraction {args.eval_fraction}, or name "
+            "others with --eval_data_path"
         )
     return rows, f"evaluation: {len(rows)} of {len(held_out)} {where} prompts" if len(held_out) else ""
 

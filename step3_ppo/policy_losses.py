@@ -87,7 +87,7 @@ def find_policy_loss(text: str) -> tuple[PolicyLoss, dict[str, float]]:
         except ValueError:
             options[key] = math.nan
         if not math.isfinite(options[key]):
-            raise ValueError(f"--policy_loss {text}: {option!r} is no number by name, such as dual_clip=3")
+            raise ValueError(f"--policy_loss {text}: {option!r} is not NAME=NUMBER, such as dual_clip=3")
     try:
         inspect.signature(loss.function).bind(None, None, **options)
     except TypeError as error:
@@ -137,8 +137,8 @@ def build_policy_loss(policy_loss: str, clip_range: str) -> Callable[[LossTokens
     for name, shape in shapes.items():
         if shape != (2,):
             raise ValueError(
-                f"--policy_loss {policy_loss}: {name} of two tokens has the shape {shape}, not (2,): give "
-                "one number a token, unreduced"
+                f"--policy_loss {policy_loss}: {name} of two tokens has the shape {shape}, not (2,): return "
+                "one number per token, unreduced"
             )
     return function
 

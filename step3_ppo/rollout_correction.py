@@ -57,7 +57,7 @@ def parse_correction(text: str) -> Correction | None:
     form = FORMS.get(name)
     if form is None:
         raise ValueError(
-            f"--rollout_correction {text}: choose none, {', '.join(FORMS)}; bounds stand behind it, such as "
+            f"--rollout_correction {text}: choose none, {', '.join(FORMS)}; bounds follow it, such as "
             "tis:2 or mis:0.5,2"
         )
     if not colon:

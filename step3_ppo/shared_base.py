@@ -34,7 +34,7 @@ def fill_ranks(args: Any, problems: Problems) -> None:
             rank = adapter_rank(path)
             problems.check(
                 rank == 0 or given in (0, rank),
-                f"--{flag} {given}: the adapter {path} has rank {rank} and goes on with that; leave the flag "
+                f"--{flag} {given}: the adapter {path} has rank {rank}, which is kept; leave the flag "
                 "out, or give the export/ folder of its run, which gets new adapters",
             )
             setattr(args, flag, rank or given)

@@ -68,7 +68,7 @@ CAUSES = {
     "head is more": "head",
     "see the padding": "padding is seen",
     "changes": "weights change",
-    "treats logits": "other logits",
+    "changes the logits": "other logits",
     "noise of its routers": "noise counts",
 }
 HEADER = """\

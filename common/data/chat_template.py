@@ -60,7 +60,7 @@ class ChatTemplate(Template):
         if question.content not in shown or reply.content not in shown:
             raise ValueError(
                 "--template chat: the tokenizer's chat template leaves out the text of the user or of the "
-                "assistant; use --template human_assistant, or mend the chat template"
+                "assistant; use --template human_assistant, or fix the chat template"
             )
         end = shown.rpartition(reply.content)[2]
         self.has_end = self.eot_token in end
@@ -185,7 +185,7 @@ class ChatTemplate(Template):
         if not end:
             raise BadRow(
                 f"the chat template does not end an earlier reply by {self.eot_token!r}, so a conversation "
-                "cannot continue behind a reply"
+                "cannot continue after a reply"
             )
         return text
 
@@ -258,6 +258,6 @@ def build_template(name: str, tokenizer: PreTrainedTokenizerFast, variables: str
         return ChatTemplate(tokenizer, variables)
     if variables:
         raise ValueError(
-            f"--chat_template_kwargs {variables} does nothing with --template {name}; leave it out"
+            f"--chat_template_kwargs {variables} has no effect with --template {name}; leave it out"
         )
     return _TEMPLATES[name](tokenizer)

@@ -401,7 +401,7 @@ def _split_to_a_multiple(
         costs = [(cost(items), i) for i, items in enumerate(parts) if len(items) > 1]
         if not costs:
             raise ValueError(
-                f"{len(parts)} items cannot be dealt to {num_ranks} ranks: give a multiple of {num_ranks}"
+                f"{len(parts)} items do not divide over {num_ranks} ranks: give a multiple of {num_ranks}"
             )
         items = parts.pop(max(costs)[1])
         parts += [items[: len(items) // 2], items[len(items) // 2 :]]

@@ -140,7 +140,7 @@ class PackedBatch:
         """Raise ValueError that names the key and what is wrong; for tests, and where a batch comes in."""
         if len(set(self.ids)) != len(self.ids):
             twice = next(item_id for i, item_id in enumerate(self.ids) if item_id in self.ids[:i])
-            raise ValueError(f"id {twice!r} comes twice")
+            raise ValueError(f"id {twice!r} occurs twice")
         if set(self.lengths) != set(self.data):
             raise ValueError(f"keys {sorted(self.lengths)} of lengths, {sorted(self.data)} of data")
         for key in self.data:

@@ -200,7 +200,7 @@ def find_parts(path: Path) -> tuple[list[Path], list[Path]]:
     if path.is_file():
         if extension_of(path) is None:
             raise ValueError(
-                f"--data_path {path}: the kind of file is unknown; its extension must be one of "
+                f"--data_path {path}: the file type is unknown; the extension must be one of "
                 f"{', '.join(EXTENSIONS)}; a text is written as a line of JSON, such as "
                 '{"text": "..."}, in a .jsonl file'
             )

@@ -213,7 +213,7 @@ def _build_adapter(
     wanted = {"tokenizer"} if is_ported else {"seed", "tokenizer"}  # a ported class has its SEED
     taken = {key: offered.get(key) for key in sorted(wanted & parameters_of(kind))} | arguments
     if taken.get("tokenizer", "") is None:
-        raise NoTokenizer(f"--data_path {source}: {kind.__name__} takes a tokenizer, and here is none")
+        raise NoTokenizer(f"--data_path {source}: {kind.__name__} takes a tokenizer, but there is none")
     if is_ported:
         adapter: Adapter = PortedClass(kind, source, str(local or name), taken)
     elif is_adapter:

@@ -250,5 +250,5 @@ def build_row_fields(row: Mapping[str, Any]) -> str:
 def _to_list(value: Any) -> Any:
     """numpy's and torch's arrays and numbers as Python's."""
     if not hasattr(value, "tolist"):
-        raise ValueError(f"{type(value).__name__} is no JSON")
+        raise ValueError(f"{type(value).__name__} is not JSON")
     return value.tolist()

@@ -153,7 +153,9 @@ def build_cached(
     try:
         report = DataReport(**json.loads((folder / REPORT_NAME).read_text()))
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{folder / REPORT_NAME} is none of ours ({error}); remove its folder") from error
+        raise ValueError(
+            f"{folder / REPORT_NAME} is not a report of this program ({error}); remove its folder"
+        ) from error
     report.cache_folder, report.from_cache = str(folder), not any(was_built)
     report.check_bad_rows(max_bad_rows)
     return folder, report
@@ -203,7 +205,7 @@ class DataReport:
         if self.num_bad > max_bad_rows:
             named = "".join(f"\n    {row}" for row in self.bad_rows)
             raise ValueError(
-                f"more than --max_bad_rows {max_bad_rows} of the rows are bad; mend them or raise the "
+                f"more than --max_bad_rows {max_bad_rows} of the rows are bad; fix them or raise the "
                 f"limit. The first:{named}"
             )
 

@@ -38,7 +38,7 @@ def load_tokenizer(
     eot = eot_token or tokenizer.eos_token
     if not eot:
         raise ValueError(
-            f"the tokenizer of {name_or_path} has no eos token, so no reply could end; name one of its "
+            f"the tokenizer of {name_or_path} has no EOS token, so no reply could end; name one of its "
             "tokens by --eot_token, or add a new one by --eot_token '<|endoftext|>' --add_eot_token"
         )
     if eot not in tokenizer.get_vocab() and not add_eot_token:

@@ -75,7 +75,7 @@ def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
     totals = distributed.reduce_sum(torch.tensor(counts, dtype=torch.float64)).tolist()
     if not all(totals):
         raise StepRefused(
-            "the step's rows have no token that is learned; look at them with tools.check_data",
+            "the rows of the step have no token to learn; inspect them with tools.check_data",
             [micro_batch for term in terms for micro_batch in term.micro_batches],
         )
     passes = [(term, total, m) for term, total in zip(terms, totals, strict=True) for m in term.micro_batches]

@@ -325,7 +325,7 @@ def _refuse_own_window(config: Any, max_length: int) -> None:
         layers, limit = "layers without rotary positions scale nothing for", config.floor_scale - 1
     if max_length > limit:
         raise ValueError(
-            f"{config.model_type}'s {layers} {limit} tokens by a count of their own, and sequences may have "
+            f"{config.model_type}'s {layers} {limit} tokens by their own count, but sequences may have "
             f"{max_length}: keep prompt and answer within {limit}, or leave out --enable_hybrid_engine"
         )
 

@@ -54,7 +54,7 @@ def settle(model: nn.Module) -> None:
     """
     for module in model.modules():
         if getattr(module, "source_cls", None) is Conv1D:
-            raise ValueError("--load_in_4bit takes no model whose layers are Conv1D (GPT-2); leave it out")
+            raise ValueError("--load_in_4bit does not support Conv1D layers (GPT-2); leave it out")
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
 

@@ -88,8 +88,8 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
         raise
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{name_or_path}: its weights are a pickle that holds more than tensors and might run a program; "
-            "nothing of it was run. Give a model that was saved as safetensors"
+            f"{name_or_path}: its weights are a pickle with more than tensors, which could run code; "
+            "none of it was run. Give a model saved as safetensors"
         ) from error
     except Exception as error:  # OSError, SafetensorError, RuntimeError, KeyError ... by what is wrong
         raise ValueError(
@@ -255,8 +255,8 @@ def load_pretrained(
         _check_values(options.name_or_path, model)
     elif not options.load_in_4bit:
         raise ValueError(
-            f"{options.name_or_path}: its weights are quantised ({scheme.get('quant_method')}), and nothing "
-            "would train them; give the model before it was quantised"
+            f"{options.name_or_path}: its weights are quantised ({scheme.get('quant_method')}), and cannot "
+            "be trained; give the model before quantisation"
         )
     _untie(options.name_or_path, model)
     _grow_vocabulary(model, num_tokens, options.pad_vocab_multiple)

@@ -230,9 +230,9 @@ def _load_adapter(adapted: nn.Module, folder: str) -> None:
     others = [n for n, value in saved.items() if tuple(value.shape) != tuple(sizes.get(n, ()))]
     if lacking or others:
         raise ValueError(
-            f"{folder} is no adapter of {plain_model(adapted).name_or_path} for this role: {len(lacking)} "
-            f"LoRA factors of linear layers are missing, {len(others)} weights are something else, or of "
-            f"another size, such as {[*lacking, *others][0]}; give the export/ folder of the run"
+            f"{folder} is not an adapter of {plain_model(adapted).name_or_path} for this role: "
+            f"{len(lacking)} LoRA factors of linear layers are missing, {len(others)} weights are something "
+            f"else, or of another size, such as {[*lacking, *others][0]}; give the export/ folder of the run"
         )
     for name, value in saved.items():
         with gather_whole([places[name]], to_modify=True):

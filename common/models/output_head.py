@@ -70,8 +70,8 @@ def read_logit_transform(config: Any) -> LogitOptions:
             multiplier = 1 / value
         else:
             raise ValueError(
-                f"{config.model_type}: the configuration's {name} {value} treats logits in a way that is not "
-                "known here; add it to common/models/output_head.py"
+                f"{config.model_type}: the configuration's {name} {value} changes the logits in an "
+                "unsupported way; add it to common/models/output_head.py"
             )
     return LogitOptions(multiplier=multiplier, cap=cap)
 

@@ -44,7 +44,7 @@ def read_adapter_config(path: str) -> dict[str, Any]:
         raise ValueError(f"{Path(path) / ADAPTER_CONFIG} cannot be read: {error}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
-        raise ValueError(f"{path} is an adapter of the type {kind}; only LORA can be read")
+        raise ValueError(f"{path} is an adapter of type {kind}; only LORA is supported")
     return config
 
 

@@ -95,7 +95,7 @@ def load_parts(target: str, *, trust_remote_code: bool = False) -> tuple[str, An
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what a configuration alone makes
-            raise ValueError("it knows no word")
+            raise ValueError("its vocabulary is empty")
     except Exception as error:  # transformers raises OSError, KeyError, TypeError ... by what is missing
         raise ValueError(
             f"{flag}: no tokenizer could be loaded from {path} ({first_line(error)}); save the classifier's "

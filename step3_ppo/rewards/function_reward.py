@@ -162,7 +162,7 @@ def call(function: Callable[..., Any], batch: Answers) -> Checked:
         return checked_scores(values, batch)  # which runs a function that yields its scores
     except BaseException as error:  # pytest's `fail` is no Exception; Ctrl-C is not raised in this thread
         what = describe_error(error)
-        raise RaisedError(f"raised {what}; let it return 0.0 for what it cannot judge") from error
+        raise RaisedError(f"raised {what}; return 0.0 for responses that it cannot score") from error
 
 
 # ---- a process of --reward_processes

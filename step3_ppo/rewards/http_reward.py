@@ -75,7 +75,7 @@ class JsonClient:
             if status < 500 and status not in PASSING:
                 raise RewardError(f"{failure}; {self._cure(status, location)}")
         raise RewardError(
-            f"failed {NUM_TRIES} times, the last time with {failure}; see that the server runs there and "
+            f"failed {NUM_TRIES} times, the last time with {failure}; check that the server runs there and "
             f"answers within --reward_timeout_seconds {self.timeout_seconds:g}, or lower --reward_batch_size"
         )
 

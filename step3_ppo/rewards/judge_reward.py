@@ -128,7 +128,7 @@ def _read_head(head: str, where: str) -> dict[str, Any]:
             values["pattern"] = re.compile(given["pattern"])
         except re.error as error:
             raise ValueError(
-                f"{where}: 'pattern: {given['pattern']}' is no regular expression: {error}"
+                f"{where}: 'pattern: {given['pattern']}' is not a regular expression: {error}"
             ) from error
         if values["pattern"].groups != 1:
             raise ValueError(f"{where}: 'pattern: {given['pattern']}' needs one group, which is the score")
@@ -148,8 +148,8 @@ def split_target(target: str) -> tuple[str, str, str]:
     match = re.fullmatch(r"(https?://[^/\s]+(?:/[^:\s]*)?)(?::(\S+))?", place)
     if not match:
         raise ValueError(
-            f"--reward judge:{target}: {place!r} is no address; write judge:http://HOST:PORT/v1, and a model "
-            "behind its path, as in judge:http://HOST:PORT/v1:MODEL"
+            f"--reward judge:{target}: {place!r} is not an address; write judge:http://HOST:PORT/v1, and "
+            "a model after its path, as in judge:http://HOST:PORT/v1:MODEL"
         )
     return match[1].rstrip("/"), match[2] or "", path
 
@@ -246,7 +246,7 @@ class JudgeReward(TextReward):
                 if len(names) != 1:
                     listed = quoted(", ".join(names))
                     raise RewardError(
-                        f"it serves {len(names)} models, {listed}; name one behind the address, as URL:MODEL"
+                        f"it serves {len(names)} models, {listed}; name one after the address, as URL:MODEL"
                     )
                 self._model = names[0]
             return self._model

@@ -51,7 +51,7 @@ def parse_rewards(texts: Sequence[str], *, has_teacher: bool = False) -> list[Re
         specs.append(parse_reward(text, {spec.name for spec in specs}))
     if texts and not has_teacher and not any(spec.weight for spec in specs):
         raise ValueError(
-            f"--reward {' '.join(texts)}: every weight is 0, so there is nothing to learn from; give one of "
+            f"--reward {' '.join(texts)}: every weight is 0, so there is no score; give one of "
             "them a weight, such as 1*"
         )
     return specs
@@ -77,19 +77,19 @@ def parse_reward(text: str, taken: set[str]) -> RewardSpec:
     if kind not in FORMS:
         near = difflib.get_close_matches(kind, FORMS, n=1)
         hint = f"did you mean {FORMS[near[0]]}?" if near else f"use one of {', '.join(FORMS.values())}"
-        raise ValueError(f"--reward {text}: {kind!r} is no kind of reward; {hint}")
+        raise ValueError(f"--reward {text}: {kind!r} is not a kind of reward; {hint}")
     weight = read_number(weight_text) if star else 1.0
     if weight is None:
         raise ValueError(
-            f"--reward {text}: the weight {weight_text!r} is no number; write it as in 0.5*model:PATH, or "
+            f"--reward {text}: the weight {weight_text!r} is not a number; write it as in 0.5*model:PATH, or "
             "leave it out for 1"
         )
     _, at, host = target.partition("//")[2].partition("/")[0].rpartition("@")
     if kind in ("http", "judge") and at:
         variable = CLIENT_VARIABLE if kind == "http" else JUDGE_VARIABLE
         raise ValueError(
-            f"--reward http://...@{host}: a name or password in the address would stand in args.json and in "
-            f"messages; leave it out and set {variable}"
+            f"--reward http://...@{host}: a name or password in the address would be written to args.json and "
+            f"to messages; leave it out and set {variable}"
         )
     if not _names_something(kind, target):
         raise ValueError(f"--reward {text}: {target!r} names nothing; write {FORMS[kind]}")
@@ -134,8 +134,8 @@ def check_rewards(args: Any, problems: Problems) -> list[RewardSpec]:
                 load_parts(spec.target, trust_remote_code=args.trust_remote_code)
     if args.reward_processes > 0 and not any(spec.kind == "function" for spec in specs):
         problems.add(
-            f"--reward_processes {args.reward_processes} is for a function, and --reward names none; leave "
-            "it out"
+            f"--reward_processes {args.reward_processes} is for reward functions, but --reward names none; "
+            "leave it out"
         )
     return specs
 

@@ -131,7 +131,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(talk, folder, monkeypatch):
 
 
 def test_a_broken_adapter_is_named(talk, folder, tmp_path, capsys):
-    for more, words in (("IA3", "only LORA can be read"), ("LORA", "cannot be loaded")):
+    for more, words in (("IA3", "only LORA is supported"), ("LORA", "cannot be loaded")):
         content = {"peft_type": more, "base_model_name_or_path": folder, "r": 2}
         (tmp_path / "adapter_config.json").write_text(json.dumps(content))
         with pytest.raises(SystemExit, match="2"):

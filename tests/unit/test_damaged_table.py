@@ -179,7 +179,7 @@ CASES: dict[str, tuple[Damage, int, str]] = {
         2, "up_proj.weight_scale_inv"),
     "packed 4-bit integers": (weight(UP, lambda x: (x * 1000).to(torch.uint8)), 2, "quantization_config"),
     "integers as numbers": (weight(UP, lambda x: (x * 1000).round()), 2, f"{UP} has integers"),
-    "a pickle that holds a program": (pickled(print), 2, "its weights are a pickle that holds more than"),
+    "a pickle that holds a program": (pickled(print), 2, "its weights are a pickle with more than"),
     "a pickle of a number": (pickled(3), 2, "cannot be loaded"),
     "an index without its shard": (sharded(json.dumps(INDEX)), 2, "cannot be loaded"),
     "an index that is torn": (sharded('{"weight'), 2, "cannot be loaded"),
@@ -188,7 +188,7 @@ CASES: dict[str, tuple[Damage, int, str]] = {
     "tokenizer is empty": (write(TOKENIZER, ""), 2, "no tokenizer could be loaded"),
     "tokenizer is torn": (write(TOKENIZER, '{"version": "1.0", "mod'), 2, "no tokenizer could be loaded"),
     "tokenizer's settings are torn": (write("tokenizer_config.json", "{"), 2, "no tokenizer could be"),
-    "no end of turn": (edit("tokenizer_config.json", eos_token=None), 2, "has no eos token"),
+    "no end of turn": (edit("tokenizer_config.json", eos_token=None), 2, "has no EOS token"),
     "an end of turn that is new": (
         edit("tokenizer_config.json", eos_token="<|new|>"), 0, "1 tokens behind them (<|new|>)"),
     "tokens that the model lacks": (
@@ -197,7 +197,7 @@ CASES: dict[str, tuple[Damage, int, str]] = {
     "adapter without its base": (adapter(edit(ADAPTER, base_model_name_or_path=None)), 2, "names no base"),
     "adapter of a base that has gone": (
         adapter(edit(ADAPTER, base_model_name_or_path="gone")), 2, "neither a model folder"),
-    "adapter of another kind": (adapter(edit(ADAPTER, peft_type="IA3")), 2, "only LORA can be read"),
+    "adapter of another kind": (adapter(edit(ADAPTER, peft_type="IA3")), 2, "only LORA is supported"),
     "adapter's settings are torn": (adapter(write(ADAPTER, "{")), 2, "cannot be read"),
     "adapter's weights are torn": (adapter(write(FACTORS, b"torn")), 2, "the adapter cannot be loaded"),
     "adapter of another width": (adapter(edit(ADAPTER, r=4)), 2, "the adapter cannot be loaded"),

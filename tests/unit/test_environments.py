@@ -194,9 +194,9 @@ def test_reset_may_begin_otherwise_than_the_row(echo, tiny_tokenizer):
         ({"said": ["Hi"]}, ["step gave the message 'Hi'", "a content and a role of system, user, assistant"]),
         ({"said": [{"role": "tool", "content": ""}]}, ["'tool'"]),
         ({"said": [{"role": "user"}]}, ["it needs a content"]),
-        ({"reward": None}, ["step gave the reward 'None': no finite number"]),
-        ({"reward": math.inf}, ["no finite number"]),
-        ({"reward": "1.5"}, ["no finite number"]),
+        ({"reward": None}, ["step gave the reward 'None': not a finite number"]),
+        ({"reward": math.inf}, ["not a finite number"]),
+        ({"reward": "1.5"}, ["not a finite number"]),
     ],
     ids=str,
 )
@@ -238,8 +238,8 @@ def test_a_step_that_gives_no_triple_is_a_failure(echo, tiny_tokenizer):
         ("echoes:NOTHING", "is of type int; name a class"),
         ("echoes:NoReset", r"has no such reset \(.*\); define reset\(self, row\) and step\(self, messages\)"),
         ("echoes:NoStep", "has no such reset"),
-        ("echoes:NeedsMore", r"NeedsMore\(\) must need no argument"),
-        ("echoes:NoTurns", "max_turns 0 must be a whole number from 1 on"),
+        ("echoes:NeedsMore", r"NeedsMore\(\) must not require arguments"),
+        ("echoes:NoTurns", "max_turns 0 must be a whole number of at least 1"),
     ],
 )
 def test_what_is_no_environment_is_named(target, words, echo):

@@ -215,7 +215,10 @@ def test_a_run_goes_on_in_another_folder_that_is_free(run, tmp_path):
 def test_a_path_that_is_no_checkpoint_is_named_with_the_reason(run, tmp_path):
     damaged = run / "checkpoints" / "step-000001"
     (damaged / "meta.json").write_bytes(b"")
-    for path, why in ((tmp_path, "there is no checkpoint"), (damaged, "meta.json is not a checkpoint of this program")):
+    for path, why in (
+        (tmp_path, "there is no checkpoint"),
+        (damaged, "meta.json is not a checkpoint of this program"),
+    ):
         earlier, (problem,) = find(f"--resume {path}")
         assert problem.startswith(f"--resume {path}: ") and why in problem and not names(earlier)
         assert "give a folder such as OUTPUT_DIR/checkpoints/step-000200" in problem

@@ -186,7 +186,7 @@ def test_a_function_cannot_change_what_it_gets(reward_of):
     with pytest.raises(RewardError, match="gave 'nan' for response 1 of 2, prompt 'p', response 'r'"):
         reward_of("emptier").score(answers)
     assert answers == Answers(["p", "q"], ["r", "s"], [{"a": 1}, {"facts": [1]}])
-    with pytest.raises(RewardError, match="raised GeneratorExit; let it return"):
+    with pytest.raises(RewardError, match="raised GeneratorExit; return 0.0"):
         reward_of("no_numbers").score(answers)
 
 

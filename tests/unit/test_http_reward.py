@@ -74,7 +74,7 @@ def test_what_passes_by_itself_is_tried_again(server, reward_of):
 def test_a_server_that_never_answers_is_named(server, reward_of, pauses):
     server.behaviours = [(500, "out of order")]
     text = failure_of(reward_of(server.url))
-    words = [server.url, "prompt 'p0'", "failed 4 times", "see that the server runs", "status 500: 'out of"]
+    words = [server.url, "prompt 'p0'", "failed 4 times", "check that the server runs", "status 500: 'out of"]
     assert [word for word in words if word not in text] == []
     assert len(server.requests) == 4 and pauses == [1.0, 2.0, 4.0], "the pause doubles"
 

@@ -43,7 +43,10 @@ ENABLED = "--enable_hybrid_engine "
     [
         (ENABLED + "--inference_tp_size 3", ["--inference_tp_size 3", "number of ranks, 4", "use 1, 2, 4"]),
         ("--inference_tp_size 2", ["needs --enable_hybrid_engine"]),
-        ("--max_tokens_per_micro_batch 600,511", ["600,511 is less than the longest sequence", "to at least 512"]),
+        (
+            "--max_tokens_per_micro_batch 600,511",
+            ["600,511 is less than the longest sequence", "to at least 512"],
+        ),
         (
             "--per_device_generation_batch_size 12 --per_device_training_batch_size 8",
             ["--num_samples_per_prompt 1 = 12 samples per rank must be a multiple of", "_steps 1 = 8"],

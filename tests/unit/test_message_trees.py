@@ -94,7 +94,7 @@ def test_deleted_and_refused_messages_go_with_all_below_them(change):
 
 def test_a_wrong_message_makes_its_tree_bad_and_no_other(tmp_path, tiny_tokenizer):
     for change, reason in (({"text": 3}, "'text of message b' is of type int, not text"),
-                           ({"message_id": "c"}, "message 'c' is there twice")):  # fmt: skip
+                           ({"message_id": "c"}, "message 'c' occurs twice")):  # fmt: skip
         rows = [row | change if row["message_id"] == "b" else row for row in TREE_ROWS]
         path = write_rows(tmp_path / "messages.jsonl", rows)
         data = build(path, 3, tiny_tokenizer, tmp_path)
@@ -112,7 +112,7 @@ def test_messages_that_lead_nowhere_are_counted_and_named(tmp_path, tiny_tokeniz
     assert len(data.train) == 4 and data.report.num_bad == 3
     assert [row.removeprefix(f"{path}:") for row in data.report.bad_rows] == [
         "9: message 'o': its parent 'gone' is not in the data",
-        "11: message 'r': its parents lead to no first message",
+        "11: message 'r': its parents do not lead to a first message",
         "13: message_id is null, not text",
     ]
 

@@ -146,7 +146,7 @@ ONE = torch.ones(1)
     [
         (lambda: PackedBatch.build("ab", {"x": [ONE]}), "key 'x': lengths must be int64 on the CPU for 2"),
         (lambda: PackedBatch.build("ab", {"x": [ONE, ONE.long()]}), "key 'x': sequences differ: torch.float"),
-        (lambda: example().select([0, 0]), "id 'a' comes twice"),
+        (lambda: example().select([0, 0]), "id 'a' occurs twice"),
         (lambda: example().pad("z"), "key 'z' is not among ['prompt', 'response']"),
         (lambda: example().numbers("prompt"), "key 'prompt': not one number an item, but lengths [3, 1]"),
         (lambda: example().with_numbers("n", torch.ones(3)), "key 'n': lengths add up to 2, data are (3,)"),

@@ -368,5 +368,5 @@ def test_without_a_tokenizer_only_the_classes_that_take_none_are_checked(own, tm
     assert check_sources(options) == check_sources(options, "T") == []
     (problem,) = check_sources(make_options("my_sets:Rows:cuont=1", 2, tmp_path), "T")
     assert problem.startswith("--data_path my_sets:Rows:cuont=1: the constructor of Rows raised TypeError")
-    with pytest.raises(ValueError, match="Rows takes a tokenizer, and here is none"):
+    with pytest.raises(ValueError, match="Rows takes a tokenizer, but there is none"):
         load_source("my_sets:Rows")

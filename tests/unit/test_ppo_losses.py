@@ -210,12 +210,12 @@ def test_a_loss_is_found_with_its_options_and_tried(tmp_path, monkeypatch):
     close(losses[:2], [-2 * math.log(2.205), 6 * math.log(2)])
     assert find_policy_loss("gspo") == (POLICY_LOSSES["gspo"], {})
     for text, message in {
-        "losses_of_a_test:reduced": r"the loss of two tokens has the shape \(\), not \(2,\): give one",
+        "losses_of_a_test:reduced": r"the loss of two tokens has the shape \(\), not \(2,\): return one",
         "losses_of_a_test:bare": "it raised AttributeError on two tokens: .*logits",
         "losses_of_a_test:plane": "has no plane; did you mean plain",
         "gsp": r"--policy_loss gsp is unknown; did you mean gspo\? \(known: cispo, gspo, ppo; or MODULE:",
         "ppo:dual_clip=1": "dual_clip=1 must be above 1",
-        "ppo:dual_clip=x": "'dual_clip=x' is no number by name, such as dual_clip=3",
+        "ppo:dual_clip=x": "'dual_clip=x' is not NAME=NUMBER, such as dual_clip=3",
         "gspo:dual_clip=3": r"gspo cannot be called as gspo\(tokens, clip_range, dual_clip\)",
     }.items():
         with pytest.raises(ValueError, match=f"(?s).*{message}"):

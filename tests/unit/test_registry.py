@@ -309,7 +309,7 @@ def test_the_working_folder_comes_last(here):
     ("name", "text", "reason"),
     [
         ("absent", None, "there is no module absent; start from the folder that holds it"),
-        ("folder/my_module.py", None, "named without path and .py; use folder.my_module"),
+        ("folder/my_module.py", None, "name a module without path and .py: folder.my_module"),
         ("mine", "import absent_library\n", "ModuleNotFoundError: No module named 'absent_library' ("),
         ("mine", "def f(:\n", "importing it raised SyntaxError: invalid syntax ("),
         ("mine", "import sys\nsys.exit('usage')\n", "importing it raised SystemExit: usage ("),

@@ -51,11 +51,11 @@ def test_names_are_unique_even_where_a_function_is_called_like_a_second_one():
     ("text", "words"),
     [
         ("modle:A", ["--reward modle:A", "'modle'", "did you mean model:PATH?"]),
-        ("much*model:A", ["--reward much*model:A", "'much' is no number", "0.5*model:PATH"]),
+        ("much*model:A", ["--reward much*model:A", "'much' is not a number", "0.5*model:PATH"]),
         ("model:", ["'' names nothing", "model:PATH"]),
         ("function:my_module", ["'my_module' names nothing", "function:MODULE:NAME"]),
         ("http://h:99999/score", ["names nothing", "http://HOST:PORT/PATH"]),
-        ("judge:h:1/v1", ["'h:1/v1' is no address", "judge:http://HOST:PORT/v1:MODEL"]),
+        ("judge:h:1/v1", ["'h:1/v1' is not an address", "judge:http://HOST:PORT/v1:MODEL"]),
         ("judge:http://h:1:model", ["names nothing", "judge:URL[:MODEL][#TEMPLATE_FILE]"]),
     ],
 )
@@ -135,7 +135,7 @@ def test_all_problems_are_told_at_once(tmp_path):
 def test_processes_without_a_function_are_refused():
     for rewards in ([], ["http://h:1/s"]):
         (found,) = problems_of(*rewards, reward_processes=2)
-        assert "--reward_processes 2 is for a function" in found
+        assert "--reward_processes 2 is for reward functions" in found
     assert problems_of("http://h:1/s", LENGTH, reward_processes=2) == []
 
 

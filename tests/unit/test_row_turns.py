@@ -140,7 +140,7 @@ def test_a_call_has_one_form_whatever_its_row_has(call):
         ({"value": "other"}, "'content' and 'value', which differ"),
         ({"content": {"text": "a"}}, "is of type dict, not text"),
         ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "part 'image_url'"),
-        ({"content": ["a", {"type": "text", "text": "b", "weight": 0}]}, "no text to learn"),
+        ({"content": ["a", {"type": "text", "text": "b", "weight": 0}]}, "is not text; give text only"),
         ({"images": ["a.png"]}, "'images'.*only text"),
         ({"audio": {"id": "x"}}, "'audio'.*only text"),
         ({"tools": "[]"}, "'tools'.*a column `tools`"),

@@ -100,7 +100,7 @@ def _replies_by_parent(messages: Sequence[Mapping[str, Any]]) -> dict[Any, list[
     names = Counter(expect("message_id", m.get("message_id"), str | int, "text") for m in messages)
     name, count = names.most_common(1)[0]
     if count > 1:
-        raise BadRow(f"message {name!r} is there twice")
+        raise BadRow(f"message {name!r} occurs twice")
     by_parent = defaultdict(list)
     for message in messages:
         parent = expect("parent_id", _parent_of(message), str | int | None, "text")
@@ -111,7 +111,7 @@ def _replies_by_parent(messages: Sequence[Mapping[str, Any]]) -> dict[Any, list[
         if is_deleted != "true" and was_accepted != "false":
             by_parent[parent].append(message)
     if all(_parent_of(message) is not None for message in messages):
-        raise BadRow(f"message {messages[0]['message_id']!r}: its parents lead to no first message")
+        raise BadRow(f"message {messages[0]['message_id']!r}: its parents do not lead to a first message")
     return by_parent
 
 

@@ -130,7 +130,7 @@ class PortedClass(Adapter):
             raise self._refusal(f"{method} raised {kind_and_line(error)}") from error
         if data is not None and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
             raise self._refusal(
-                f"{method} gave {type(data).__name__}, which has no length and no index; give a list or a "
+                f"{method} gave {type(data).__name__}, which has neither length nor index; give a list or a "
                 "map-style data set"
             )
         return data

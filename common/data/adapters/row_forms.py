@@ -66,7 +66,7 @@ def _pair(row: Row) -> list[Example]:
         shared, *answers = split_transcripts(*answers)
         prompt = messages_from_prompt(shared)
     if not prompt:
-        raise BadRow(f"the row has {listed(map(row.own, _SIDES))}, but no `prompt` that they answer")
+        raise BadRow(f"the row has {listed(map(row.own, _SIDES))}, but no `prompt`")
     prompt = row.with_context(prompt)
     chosen, rejected = (
         parse_reply(row.own(name), answer, prompt) for name, answer in zip(_SIDES, answers, strict=True)
@@ -82,7 +82,7 @@ def _preference(row: Row) -> tuple[float, bool]:
     difference = None if None in scores else scores[0] - scores[1]
     for name, value in (("margin", margin), ("score_chosen - score_rejected", difference)):
         if value is not None and value < 0:
-            raise BadRow(f"{name!r} is {value:g}, so the rejected answer is the better one; exchange the two")
+            raise BadRow(f"{name!r} is {value:g}, so the rejected response is the better one; swap the two")
     return margin or 0.0, difference == 0
 
 

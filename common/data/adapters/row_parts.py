@@ -176,7 +176,7 @@ def _content_text(where: str, content: Any) -> str:
         kind = part.get("type", "text")
         text = part.get("text") if kind in _TEXT_PARTS else None
         if not isinstance(text, str) or not _is_learned(where, part):
-            raise BadRow(f"{where}['content'] has a part {kind!r} that is no text to learn; give texts alone")
+            raise BadRow(f"{where}['content'] has a part {kind!r} that is not text; give text only")
         texts.append(text)
     return "".join(texts)
 
