@@ -88,8 +88,8 @@ def parse_reward(text: str, taken: set[str]) -> RewardSpec:
     if kind in ("http", "judge") and at:
         variable = CLIENT_VARIABLE if kind == "http" else JUDGE_VARIABLE
         raise ValueError(
-            f"--reward http://...@{host}: a name or password in the address would be written to args.json and "
-            f"to messages; leave it out and set {variable}"
+            f"--reward http://...@{host}: a name or password in the address would be written to args.json "
+            f"and to messages; leave it out and set {variable}"
         )
     if not _names_something(kind, target):
         raise ValueError(f"--reward {text}: {target!r} names nothing; write {FORMS[kind]}")
