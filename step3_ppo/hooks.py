@@ -23,9 +23,9 @@ HOOKS: dict[str, list[Hook]] = {f"{when}_{phase}": [] for phase in PHASES for wh
 
 
 def register_hook(point: str) -> Callable[[Hook], Hook]:
-    """Return a decorator: the function is called at this point, after those that were registered before.
+    """Decorator that registers a function at this point, after those registered before.
 
-    Raises ValueError for what is no key of HOOKS.
+    Raises ValueError for a key that is not in HOOKS.
     """
     if point not in HOOKS:
         raise ValueError(f"there is no hook {point!r}; choose from {', '.join(HOOKS)}")
@@ -38,7 +38,7 @@ def register_hook(point: str) -> Callable[[Hook], Hook]:
 
 
 def run_hooks(point: str, trainer: Any, batch: Any) -> Any:
-    """Return the batch as the hooks of a point leave it. Every rank must call this."""
+    """Run the hooks of a point on a batch and return the batch. Every rank must call this."""
     for hook in HOOKS[point]:
         returned = hook(trainer, batch)
         batch = batch if returned is None else returned

@@ -64,7 +64,7 @@ COLUMNS = (
 
 
 def build_pretraining_batches(args: PPOArguments, tokenizer: Any) -> GlobalBatches | None:
-    """Return endless micro-batches of text blocks for the actor's second loss, None without the flag."""
+    """Endless micro-batches of text blocks for the actor's unsupervised loss; None without the flag."""
     if not args.unsupervised_dataset_name:
         return None
     blocks = build_pretraining(
@@ -94,7 +94,7 @@ def build_trainer(
     held_out: Sequence[dict[str, Any]] = (),
     pretraining: GlobalBatches | None = None,
 ) -> PPOTrainer:
-    """Load the models and return what does the PPO steps. Every rank must call this."""
+    """Load the models and build the PPO trainer. Every rank must call this."""
     args, algorithm, specs = start.args, start.algorithm, start.rewards
     num_updates = num_steps * args.updates_per_step
     roles = build_roles(
@@ -118,7 +118,7 @@ def build_trainer(
 
 
 def topology_lines(args: PPOArguments, roles: Roles) -> list[str]:
-    """Return which ranks work together on what, for a run of several."""
+    """Description of the rank topology, of runs on several ranks only."""
     num_ranks, critic = distributed.world_size(), f", critic {args.critic_zero_stage}" if roles.critic else ""
     line = (
         f"{num_ranks} ranks share every batch and the ZeRO stages (actor {args.actor_zero_stage}{critic}); "
@@ -150,7 +150,7 @@ def build_run(start: PPOStart, trainer: PPOTrainer, prompts: GlobalBatches, data
 
 
 def train(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
-    """Take the steps that are left. Raises Stopped, and TooManyBadSteps with the state saved."""
+    """Run the remaining steps. Raises Stopped, and TooManyBadSteps with the state saved."""
     evaluation = trainer.evaluation
 
     def train_step(step: int) -> None:
@@ -168,7 +168,7 @@ def train(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
 
 
 def judge_and_export(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
-    """Evaluate where that is due after the steps that are done, and export the best model so far.
+    """Evaluate if that is due after the finished steps, and export the best model so far.
 
     Every rank must call this. Raises TooManyBadSteps with the state saved.
     """
@@ -197,7 +197,9 @@ def judge_and_export(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
 def build_metadata(
     args: PPOArguments, step: int, facts: dict[str, float], evaluation: dict[str, Any]
 ) -> dict[str, Any]:
-    """What an export of the actor at a step says of itself; `evaluation` has step and metrics of the last."""
+    """Metadata of an export of the actor at a step; `evaluation` has the step and metrics of the last
+    evaluation.
+    """
     metadata = {"step": "ppo"} | conversation_form.describe_form(args) | {"last_step": facts}
     if not evaluation.get("metrics"):
         return metadata
@@ -205,7 +207,7 @@ def build_metadata(
 
 
 def save_all(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
-    """Write the chat model, its average and the adapter. Every rank must call this."""
+    """Export the chat model, its EMA and the adapter. Every rank must call this."""
     actor = language_model(trainer.roles.actor.model.module)
     evaluation = vars(trainer.evaluation) if trainer.evaluation else {}
     metadata = build_metadata(start.args, run.step, run.facts, evaluation)
@@ -217,7 +219,7 @@ def save_all(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Check everything, load, train, export; `argv`: words in place of this process's."""
+    """Check the flags, load, train, export. `argv` defaults to sys.argv[1:]."""
     # ---- flags and checks: no model yet -----------------------------------------------------------------
     start = check_start_up(__doc__.splitlines()[0], argv)
     data = startup.enter(start)

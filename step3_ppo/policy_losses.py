@@ -30,10 +30,11 @@ Losses = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 class LossTokens(NamedTuple):
-    """What a policy loss sees: (N) each, fp32 and 0 outside the mask, so that no padding reaches a gradient.
+    """Inputs of a policy loss: (N) each, fp32 and 0 outside the mask, so that padding never reaches a
+    gradient.
 
-    Log-probabilities and entropies are all that is ever computed of the logits, which are not held whole
-    (`common/models/output_head.py`): a loss cannot have them.
+    Log-probabilities and entropies are all that is computed from the logits, which are never held whole
+    (`common/models/output_head.py`); a loss cannot use them.
     """
 
     new_logprobs: torch.Tensor  # of the policy that is trained, with a gradient
@@ -47,11 +48,11 @@ class LossTokens(NamedTuple):
     num_rows: int
 
     def log_ratio(self) -> torch.Tensor:
-        """Return log(new / prox probability), at most `MAX_LOG_RATIO`."""
+        """log(new / prox probability), at most `MAX_LOG_RATIO`."""
         return policy_log_ratio(self.new_logprobs, self.prox_logprobs, self.mask)
 
     def means_of_responses(self, x: torch.Tensor) -> torch.Tensor:
-        """Return at each token the mean of x (N) over the tokens of its response that count."""
+        """At each token, the mean of x (N) over the tokens of its response that count."""
         sums, counts = (x.new_zeros(self.num_rows).index_add(0, self.rows, y) for y in (x, self.mask.to(x)))
         return torch.where(self.mask, (sums / counts.clamp(min=1))[self.rows], 0.0)
 
@@ -61,7 +62,7 @@ LossFunction = Callable[..., Losses]
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A loss, and what flags that are empty are with it."""
+    """A policy loss, and its defaults for empty flags."""
 
     name: str
     function: LossFunction
@@ -113,10 +114,10 @@ def parse_clip_range(text: str) -> ClipRange:
 
 
 def build_policy_loss(policy_loss: str, clip_range: str) -> Callable[[LossTokens], Losses]:
-    """Return the loss that the flags name, tried on two tokens.
+    """The loss that the flags name, tried on two tokens.
 
-    Raises ValueError: see `find_policy_loss`, `parse_clip_range`; or the function fails on tokens, or does
-    not give one loss a token.
+    Raises ValueError: see `find_policy_loss` and `parse_clip_range`; also if the function fails on two
+    tokens, or does not return one loss per token.
     """
     loss, options = find_policy_loss(policy_loss)
     bounds = parse_clip_range(clip_range)
@@ -151,11 +152,11 @@ def build_policy_loss(policy_loss: str, clip_range: str) -> Callable[[LossTokens
 def clipped_surrogate(
     ratio: torch.Tensor, advantages: torch.Tensor, clip_range: ClipRange, dual_clip: float = 0.0
 ) -> Losses:
-    """Return max(-A ratio, -A clamp(ratio, 1 - low, 1 + high)) of each token, and where it is clipped.
+    """max(-A ratio, -A clamp(ratio, 1 - low, 1 + high)) of each token, and where it is clipped; all (N).
 
-    All (N). PPO, arXiv:1707.06347 eq. 7; two ranges: DAPO, arXiv:2503.14476. A ratio beyond its bound, where
-    the advantage rewards that, gets no gradient. The loss of a negative advantage is at most -A `dual_clip`,
-    above 1, 0: no limit (arXiv:1912.09729).
+    PPO, arXiv:1707.06347 eq. 7; two ranges: DAPO, arXiv:2503.14476. A ratio beyond a bound gets no gradient
+    where the advantage would move it further. `dual_clip` above 1 bounds the loss of a negative advantage by
+    -A `dual_clip` (arXiv:1912.09729); 0: no bound.
     """
     low, high = 1 - clip_range[0], 1 + clip_range[1]
     losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
@@ -174,7 +175,7 @@ def _clip_fractions(sides: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @register_policy_loss("ppo")
 def ppo(tokens: LossTokens, clip_range: ClipRange, dual_clip: float = 0.0) -> Losses:
-    """Return `clipped_surrogate` of the ratio of each token."""
+    """`clipped_surrogate` of the ratio of each token."""
     if dual_clip and dual_clip <= 1:
         raise ValueError(f"dual_clip={dual_clip:g} must be above 1; leave it out for no limit")
     return clipped_surrogate(tokens.log_ratio().exp(), tokens.advantages, clip_range, dual_clip)
@@ -182,11 +183,11 @@ def ppo(tokens: LossTokens, clip_range: ClipRange, dual_clip: float = 0.0) -> Lo
 
 @register_policy_loss("gspo", clip_range="3e-4,4e-4", loss_aggregation="sequence")
 def gspo(tokens: LossTokens, clip_range: ClipRange) -> Losses:
-    """Return `clipped_surrogate` of the geometric mean of a response's ratios, at each of its tokens.
+    """`clipped_surrogate` of the geometric mean of a response's ratios, at each of its tokens.
 
-    A response is clipped as a whole. The gradient of its ratio goes to each token as to itself, so that
-    tokens may have advantages of their own: GSPO-token, arXiv:2507.18071 eq. 13 and 14, GSPO where they have
-    not.
+    A response is clipped as a whole. The gradient of its ratio reaches each token through its own
+    log-probability, so tokens may have different advantages: GSPO-token, arXiv:2507.18071 eq. 13 and 14; GSPO
+    if they are equal.
     """
     log_ratio = tokens.log_ratio()
     of_response = tokens.means_of_responses(log_ratio.detach())
@@ -196,10 +197,10 @@ def gspo(tokens: LossTokens, clip_range: ClipRange) -> Losses:
 
 @register_policy_loss("cispo", clip_range="1,0.2", loss_aggregation="token")
 def cispo(tokens: LossTokens, clip_range: ClipRange) -> Losses:
-    """Return -clamp(ratio, 1 - low, 1 + high) A log p of each token; the ratio has no gradient.
+    """-clamp(ratio, 1 - low, 1 + high) A log p of each token; no gradient flows through the ratio.
 
-    Every token keeps its gradient, clipped or not. A lower range of 1 is none. CISPO, arXiv:2506.13585 eq. 4
-    and 5.
+    Every token keeps its gradient, clipped or not. A lower range of 1 means no lower bound. CISPO,
+    arXiv:2506.13585 eq. 4 and 5.
     """
     ratio, low, high = tokens.log_ratio().detach().exp(), 1 - clip_range[0], 1 + clip_range[1]
     losses = -ratio.clamp(low, high) * tokens.advantages * tokens.new_logprobs

@@ -31,7 +31,7 @@ Sums = tuple[torch.Tensor | float, dict[str, Stat]]
 
 
 class PPOLosses:
-    """The losses of rollout batches that have advantages, returns and loss_weights."""
+    """The losses of rollout batches with advantages, returns and loss_weights."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class PPOLosses:
         pretraining: GlobalBatches | None = None,
         correction: Correction | None = None,
     ) -> None:
-        """`pretraining` is the text of the actor's second loss."""
+        """`pretraining` is text for the unsupervised loss; `correction` is for --prox_logprobs loglinear."""
         self.args, self.roles, self.kl, self.pretraining = args, roles, kl, pretraining
         self.correction = correction
         self.policy_loss = build_policy_loss(args.policy_loss, args.clip_range)
@@ -49,11 +49,11 @@ class PPOLosses:
         self.distill = parse_distill_loss(args.distill_loss) if has_teacher else None
 
     def update(self, micro_batches: list[PackedBatch], max_gap: float = math.inf) -> dict[str, float]:
-        """Return the means after the optimizer steps of the actor and, if there is one, the critic: both are
-        made or neither, which is so above a `max_gap` between sampler and trainer, in nats a token.
+        """Make an optimizer step of the actor and, if there is one, the critic; return their metrics.
 
-        `NUM_TOKENS` among them is of how many tokens the actor learned. {} where it has none, or
-        --early_stop_kl leaves both out. Every rank must call this. Raises StepRefused.
+        Both steps are made, or neither: neither if sampler and trainer differ by more than `max_gap` nats per
+        token. `NUM_TOKENS` in the metrics is the number of tokens that the actor learned from. Returns {} if
+        there are none, or if --early_stop_kl skips the update. Every rank must call this. Raises StepRefused.
         """
         num_tokens = distributed.sum_float(sum(map(sum_of("loss_mask"), micro_batches)))
         if not num_tokens:
@@ -76,7 +76,8 @@ class PPOLosses:
         return means
 
     def update_by_text(self) -> dict[str, float]:
-        """Return the means after an optimizer step of the actor on pretraining text alone (--unsup_step own).
+        """Make an optimizer step of the actor on pretraining text alone (--unsup_step own); return its
+        metrics.
 
         Every rank must call this. Raises StepRefused.
         """
@@ -85,7 +86,7 @@ class PPOLosses:
         return _named("unsup", take_steps([gradients])[0])
 
     def compute_actor_gradients(self, micro_batches: list[PackedBatch]) -> Gradients:
-        """Return the gradients of an optimizer step of the actor. Every rank must call this."""
+        """Gradients of an optimizer step of the actor. Every rank must call this."""
         terms = [LossTerm("policy/loss", micro_batches, self._policy_sums, sum_of("loss_counts"))]
         if self.pretraining is not None and not has_text_steps(self.args):
             terms.append(self._text_term())
@@ -93,7 +94,7 @@ class PPOLosses:
             return compute_gradients(self.roles.actor.model, terms)
 
     def compute_critic_gradients(self, micro_batches: list[PackedBatch]) -> Gradients:
-        """Return the gradients of an optimizer step of the critic. Every rank must call this."""
+        """Gradients of an optimizer step of the critic. Every rank must call this."""
         terms = [LossTerm("value/loss", micro_batches, self._value_sums, sum_of("loss_mask"))]
         with watchdog.phase("the update of the critic", clock="critic_update"):
             return compute_gradients(self.roles.critic.model, terms)
@@ -138,7 +139,7 @@ class PPOLosses:
     def _compute_scores(
         self, batch: PackedBatch, data: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, Sums]:
-        """Return logprobs and entropies of the response tokens, and what a teacher adds to the sums."""
+        """Log-probabilities and entropies of the response tokens, and what a teacher adds to the sums."""
         actor, distill = self.roles.actor, self.distill
         if distill is None:
             return *actor.compute_logprobs(batch, with_entropy=True), (0.0, {})
@@ -184,7 +185,7 @@ class PPOLosses:
 
 
 def with_rows(batch: PackedBatch) -> PackedBatch:
-    """Return the batch with the number of its response, from 0 on, at each response token."""
+    """The batch with the index of its response, from 0, at each response token."""
     rows = torch.arange(len(batch)).repeat_interleave(batch.lengths["response_ids"])
     return batch.with_key("rows", rows, like="response_ids")
 
@@ -208,10 +209,10 @@ def loss_tokens(
 
 
 def _named(kind: str, means: dict[str, float]) -> dict[str, float]:
-    """Return an engine's means under the names of the log."""
+    """Metrics of an engine under their log names."""
     return {name if "/" in name else f"{kind}/{name}": value for name, value in means.items()}
 
 
 def sum_of(key: str) -> Callable[[PackedBatch], float]:
-    """Return a function that adds up a key of a micro-batch: what its loss is divided by."""
+    """Function that sums a key of a micro-batch: the number that its loss is divided by."""
     return lambda batch: float(batch.data[key].sum())

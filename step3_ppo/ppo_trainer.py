@@ -38,7 +38,7 @@ from step3_ppo.trainer_state import ExponentialMovingAverage, OpenStep, ValueNor
 
 
 class PPOTrainer:
-    """Everything a PPO step needs; `train_step` reads like the paper. Every rank must call all methods."""
+    """The PPO training loop. Every rank must call all methods."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class PPOTrainer:
         logger: RunLogger,
         held_out: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """`pretraining` is text for the actor's second loss, `held_out` prompts to judge the policy by."""
+        """`pretraining` is text for the unsupervised loss, `held_out` are prompts for evaluation."""
         self.args, self.algorithm, self.rollout, self.roles = args, algorithm, rollout, rollout.roles
         self.prompts, self.logger = prompts, logger
         self.kl_controller = KLController(args.kl_coef, args.kl_target, args.kl_horizon)
@@ -70,10 +70,10 @@ class PPOTrainer:
         self.open_step: OpenStep | None = None
 
     def train_step(self, step: int, run: Run) -> dict[str, float]:
-        """Do PPO step `step` (from 1), or what is left of it, log it, return its numbers.
+        """Run (or finish) PPO step `step`, counted from 1; log and return its metrics.
 
-        The run counts the minibatches that are refused, and may be stopped between any two. Raises
-        StepRefused when nothing can be learned from the step's rollout.
+        The run counts skipped minibatches, and can stop between any two minibatches. Raises StepRefused if
+        nothing can be learned from the step's rollout.
         """
         COSTS.begin_step()
         if self.open_step is None:
@@ -98,7 +98,9 @@ class PPOTrainer:
         return self.finish_step(self.open_step)
 
     def collect(self, step: int, run: Run) -> PackedBatch:
-        """Return the rollout batch of a step, values in real units: statistics may move before it is used."""
+        """Rollout batch of a step, with values in real units: normaliser statistics may change before it is
+        used.
+        """
         while len(self.waiting) <= self.args.rollout_staleness:
             with watchdog.phase("the rollout", step):
                 run_hooks("before_rollout", self, None)
@@ -112,10 +114,11 @@ class PPOTrainer:
         return self.waiting.popleft()
 
     def add_advantages(self, step: int, batch: PackedBatch) -> OpenStep:
-        """Return the step with all that its losses read, and the numbers that are known before its updates.
+        """The step with all inputs of its losses, and the metrics that are known before its updates.
 
-        Responses without a score under --reward_on_error mask are in no mean, baseline or normaliser: the
-        algorithm does not see them. Their loss_mask is empty, and their score is shown as NaN.
+        Under --reward_on_error mask, responses without a score are excluded from means, baselines and
+        normalisers: the algorithm does not see them. Their loss_mask is empty, and their score is logged as
+        NaN.
         """
         with watchdog.phase("the advantages", step, clock="advantages"):
             has_score = self.rollout.scores.counts(batch)
@@ -151,7 +154,7 @@ class PPOTrainer:
             return OpenStep(step, batch, summary)
 
     def _normalise_values(self, batch: PackedBatch) -> PackedBatch:
-        """Return the batch with values and returns in the units of the critic, as the losses compare them."""
+        """Normalise old values and returns to the critic's scale."""
         normaliser = self.value_normaliser
         if normaliser is None:
             return batch
@@ -162,9 +165,9 @@ class PPOTrainer:
         return batch.with_key("returns", returns, like="response_ids")
 
     def _is_current(self, step: int, batch: PackedBatch) -> bool:
-        """Return whether all tokens were sampled by the policy as it is before the step's updates.
+        """Whether all tokens were sampled by the policy before this step's updates.
 
-        A ratio to a policy of a later step would be one to nothing: it is asserted that there is none.
+        Asserts that no token was sampled by a policy newer than this step's.
         """
         now, versions = step - 1, batch.data["versions"]
         oldest, newest = (distributed.max_float(float(x)) for x in (-versions.min(), versions.max()))
@@ -174,10 +177,10 @@ class PPOTrainer:
     def _correct(
         self, batch: PackedBatch, correction: Correction, *, is_current: bool
     ) -> tuple[PackedBatch, dict[str, float]]:
-        """Return the batch with the log-probabilities of the policy before the updates (prox) and importance
-        weights, and what these are like.
+        """The batch with prox_logprobs and importance weights, and statistics of the weights.
 
-        Those at rollout are taken where that policy was the sampler, and they are the trainer's.
+        If the policy before the updates is the sampler, and its log-probabilities were recomputed by the
+        trainer, these are prox; otherwise a forward pass computes prox.
         """
         prox = batch.data["old_logprobs"]
         if not (is_current and self.rollout.recomputes):
@@ -190,7 +193,7 @@ class PPOTrainer:
         return batch, numbers | {"correction/kl": float(step_mean(gaps))}  # of the sampler to prox, a token
 
     def minibatches(self, current: OpenStep) -> Iterator[list[PackedBatch]]:
-        """Yield this rank's micro-batches of the optimizer steps that a PPO step still has before it."""
+        """Yield this rank's micro-batches of each remaining optimizer step of a PPO step."""
         left = cut_minibatches(
             current.batch, self.args, self.rollout.cap, current.step, first=current.num_minibatches
         )
@@ -203,9 +206,9 @@ class PPOTrainer:
             yield micro_batches
 
     def update(self, current: OpenStep, make_step: Callable[..., dict[str, float]], *what: Any) -> bool:
-        """Make an optimizer step of the losses, and keep its means; return whether it was made.
+        """Make an optimizer step and record its metrics; return whether it was made.
 
-        StepRefused leaves all as it was.
+        StepRefused leaves everything unchanged.
         """
         with watchdog.phase("the updates", current.step):
             means = make_step(*what)
@@ -221,7 +224,7 @@ class PPOTrainer:
         return True
 
     def finish_step(self, current: OpenStep) -> dict[str, float]:
-        """Log the step, let the controllers move, write responses; return the step's numbers."""
+        """Log the step, update the controllers, write responses; return the step's metrics."""
         step, args = current.step, self.args
         numbers = current.averages()
         if "policy/logprob_gap" in numbers:  # only the first update's is between sampler and trainer
@@ -248,7 +251,7 @@ class PPOTrainer:
         return numbers
 
     def _write_responses(self, step: int, batch: PackedBatch) -> None:
-        """Show the first responses of the step, and write all of them where --save_rollouts asks for it."""
+        """Log the first responses of the step, and write all of them if --save_rollouts asks for it."""
         args, ids, decode = self.args, gather_numbers(batch)["ids"].tolist(), self.rollout.scores.decode
         shown = list(metrics.response_rows(batch, ids[:2], decode))
         for row in shown:

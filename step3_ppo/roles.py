@@ -43,10 +43,10 @@ from step3_ppo.trainer_state import ExponentialMovingAverage
 
 @dataclass
 class Role:
-    """A model that says something of each response: a module, or the DeepSpeed engine around one.
+    """A model that computes something for each response: a module, or a DeepSpeed engine around one.
 
-    `is_packed`: sequences stand end to end in its passes; `shares_prompts`: with the prompt of responses next
-    to each other once. `is_offloaded`: its weights are on the CPU between uses.
+    `is_packed`: its passes take packed sequences. `shares_prompts`: with the prompt of adjacent responses
+    once. `is_offloaded`: its weights are on the CPU between uses.
     """
 
     model: Any
@@ -67,7 +67,7 @@ class Role:
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
-        """Have the model without gradients and dropout, its weights where they can be computed with."""
+        """Context: eval mode, no gradients, offloaded weights on the device."""
         self.model.eval()
         weights = self._offloaded.on_device() if self._offloaded else nullcontext()
         with watchdog.phase(f"the scores of the {self.name}", clock=self.clock), torch.no_grad(), weights:
@@ -78,25 +78,25 @@ class Role:
         raise NotImplementedError
 
     def build_inputs(self, batch: PackedBatch) -> tuple[ModelInputs, torch.Tensor]:
-        """Return `build_response_inputs` as the role's passes have them."""
+        """`build_response_inputs` in the layout of the role's passes."""
         return build_response_inputs(batch, is_packed=self.is_packed, shares_prompts=self.shares_prompts)
 
 
 class Policy(Role):
-    """Scores are logprobs (total,) fp32 of the response tokens.
+    """A role whose scores are log-probabilities (total,) fp32 of the response tokens.
 
-    With `support_ids` in a batch they are taken among the tokens that the sampler could draw.
+    With `support_ids` in a batch they are normalised over the tokens that could be sampled.
     """
 
     def answer(self, batch: PackedBatch) -> torch.Tensor:
-        """Return logprobs (total,) fp32."""
+        """Log-probabilities (total,) fp32."""
         return self.compute_logprobs(batch)[0]
 
     def compute_logprobs(
         self, batch: PackedBatch, *, with_entropy: bool = False, **kwargs: Any
     ) -> tuple[torch.Tensor, ...]:
-        """Return logprobs (total,) fp32 of the response tokens and, if asked for, their entropies; more with
-        another `score` of a PolicyModel in `kwargs`.
+        """Log-probabilities (total,) fp32 of the response tokens and, if requested, their entropies; other
+        results with another `score` of a PolicyModel in `kwargs`.
         """
         inputs, slots = self.build_inputs(batch)
         mask = None
@@ -114,17 +114,18 @@ class Reference(Policy):
 
 
 class Teacher(Reference):
-    """The frozen policy that the actor learns from, in the reference's place."""
+    """The frozen policy that the actor learns from; it replaces the reference."""
 
     name = "teacher"
 
     @contextmanager
     def logits_of(self, batch: PackedBatch) -> Iterator[TeacherLogits]:
-        """Have what the logits of the response tokens are made from in the block. Every rank must call this.
+        """Context that yields the teacher's hidden states of the response tokens and its output head. Every
+        rank must call this.
 
-        It is made when a micro-batch is learned from: hidden states kept since the rollout would be a vector
-        a token of the whole step, sent and saved with its rows; one more pass of the teacher needs no memory.
-        Of an offloaded teacher the output head alone stays for the block.
+        The hidden states are computed when a micro-batch is learned from. Keeping them since the rollout
+        would store and send a vector per token of the whole step; one more pass of the teacher needs no
+        memory. Of an offloaded teacher only the output head stays on the device inside the context.
         """
         inputs, slots = self.build_inputs(batch)
         with self.scoring():
@@ -137,10 +138,10 @@ class Teacher(Reference):
 
 
 class LoraReference(Reference):
-    """The actor as it began: new adapters off, and all other weights that train put back meanwhile.
+    """The reference under LoRA: new adapters disabled, other trained weights as they were at the start.
 
-    Those are adapters that it began with, and without --only_optimize_lora all but the adapted matrices; each
-    rank keeps its own part of them.
+    These are the adapters that the actor started with and, without --only_optimize_lora, all but the adapted
+    matrices; each rank keeps its own part of them.
     """
 
     def __init__(self, engine: Any, *, has_new_adapters: bool, **layout: bool) -> None:
@@ -155,7 +156,7 @@ class LoraReference(Reference):
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
-        """Have the engine compute what it computed before training. Every rank must call this."""
+        """Context in which the engine computes as before training. Every rank must call this."""
         model = language_model(self.model.module)
         adapters = model.disable_adapter() if self.has_new_adapters else nullcontext()
         with super().scoring(), adapters, swapped_shards(self.others, self.beginnings):
@@ -163,7 +164,7 @@ class LoraReference(Reference):
 
 
 class MovingReference(Reference):
-    """A moving average of the actor: its engine, which has the averages in place of the weights meanwhile."""
+    """The reference under --ref_ema_decay: the actor's engine with averaged weights."""
 
     def __init__(self, engine: Any, decay: float, **layout: bool) -> None:
         super().__init__(engine, **layout)
@@ -171,7 +172,7 @@ class MovingReference(Reference):
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
-        """Have the engine compute with the averages. Every rank must call this."""
+        """Context in which the engine computes with the averages. Every rank must call this."""
         with super().scoring(), self.average.averaged_weights():
             yield
 
@@ -196,7 +197,7 @@ class Actor(Policy):
         on_turns: TurnCallback | None = None,
         is_greedy: bool = False,
     ) -> Generation:
-        """Return `num_samples` responses for each left-padded prompt, in the block of `generation_mode`.
+        """`num_samples` responses to each left-padded prompt; only inside `generation_mode`.
 
         Every rank must call this.
         """
@@ -213,7 +214,7 @@ class Actor(Policy):
     def compute_divergence(
         self, batch: PackedBatch, teacher: Teacher, beta: float, token_weights: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """Return logprobs and entropies of the response tokens, and what `summed_divergence` says of them:
+        """Log-probabilities and entropies of the response tokens, and their `summed_divergence`;
         token_weights (total,). Every rank must call this.
         """
         with teacher.logits_of(batch) as logits:
@@ -224,12 +225,12 @@ class Actor(Policy):
     def find_divergences(
         self, batches: Sequence[PackedBatch], teacher: Teacher, beta: float
     ) -> list[torch.Tensor]:
-        """Return the divergence of each response token, (total,) fp32 a batch. Every rank must call this."""
+        """Divergence of each response token, (total,) fp32 per batch. Every rank must call this."""
         with self.scoring():
             return [self.compute_divergence(batch, teacher, beta)[3] for batch in batches]
 
     def find_sampling_masks(self, batches: Sequence[PackedBatch]) -> list[SamplingMask]:
-        """Return the tokens that the sampler could draw, for each batch. Every rank must call this."""
+        """The tokens that the sampler could draw, for each batch. Every rank must call this."""
         kwargs = {"score": kept_tokens, "top_k": self.sampling.top_k, "top_p": self.sampling.top_p}
         masks = []
         with self.scoring():
@@ -240,29 +241,29 @@ class Actor(Policy):
 
 
 class Reward(Role):
-    """A frozen reward model; scores (b,) fp32 are of the response, by what the model sampled of it.
+    """A frozen reward model; scores (b,) fp32 depend on the sampled tokens of the response.
 
-    `closing_ids` stand behind a finished response: see `closing_of`.
+    `closing_ids` follow a finished response: see `closing_of`.
     """
 
     name, clock = "reward model", "reward"
     closing_ids: Sequence[int] = ()
 
     def answer(self, batch: PackedBatch) -> torch.Tensor:
-        """Return scores (b,) fp32."""
+        """Scores (b,) fp32."""
         batch = with_closing(batch, self.closing_ids)
         inputs, _ = self.build_inputs(batch)
         return compute_scores(self.model, inputs, *sampled_positions(batch))
 
 
 class Critic(Role):
-    """The value function that is trained; its scores are `compute_values`."""
+    """The trained value function; its scores are `compute_values`."""
 
     name, clock = "critic", "critic"
 
     def compute_values(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (values (total,) of the state before each response token, last_values (b,) at the last real
-        token), both fp32.
+        """values (total,) of the state before each response token, and last_values (b,) at the last real
+        token; both fp32.
         """
         inputs, slots = self.build_inputs(batch)
         values = self.model(inputs, torch.cat([slots, inputs.last_slots]))
@@ -273,8 +274,8 @@ class Critic(Role):
 
 @dataclass
 class Roles:
-    """The models of a run: the reference may be a Teacher; `critic` is None for algorithms without one;
-    rewards go by their logged names.
+    """The models of a run. `reference` may be a Teacher; `critic` is None for algorithms without one;
+    `rewards` are by log name.
     """
 
     actor: Actor
@@ -286,8 +287,8 @@ class Roles:
 def build_response_inputs(
     batch: PackedBatch, *, is_packed: bool, shares_prompts: bool = False
 ) -> tuple[ModelInputs, torch.Tensor]:
-    """Return each prompt followed by its response, as padded rows or end to end, and the slots (total,) int64
-    of the state before each response token, rows end to end; all on the CPU.
+    """Each prompt followed by its response, as padded rows or packed, and the slots (total,) int64 of the
+    state before each response token, rows end to end; all on the CPU.
     """
     token_ids, lengths = batch.interleave("prompt_ids", "response_ids")
     is_response = torch.tensor([False, True]).repeat(len(batch)).repeat_interleave(lengths.flatten())
@@ -299,7 +300,7 @@ def build_response_inputs(
 
 
 # ---------------------------------------------------------------------------------------------------------
-# How they are built
+# Construction
 # ---------------------------------------------------------------------------------------------------------
 
 
@@ -312,8 +313,8 @@ def build_roles(
     has_critic: bool,
     template: Template | None = None,
 ) -> Roles:
-    """Return all of them; learning-rate schedules last for `num_optimizer_steps`, the actor's for twice as
-    many where it has steps on text.
+    """Load and build all roles. Learning-rate schedules last for `num_optimizer_steps`, the actor's for twice
+    as many if it has separate steps on text.
 
     Every rank must call this.
     """
@@ -357,12 +358,12 @@ def build_roles(
 
 
 def has_text_steps(args: PPOArguments) -> bool:
-    """Return whether the actor makes a second optimizer step behind each, on pretraining text."""
+    """Whether the actor makes a separate optimizer step on pretraining text after each update."""
     return bool(args.unsupervised_dataset_name) and args.unsup_step == "own"
 
 
 def sampling_options(args: PPOArguments, tokenizer: Any) -> SamplingOptions:
-    """Return how the flags want responses sampled."""
+    """Sampling options from the flags."""
     return SamplingOptions(
         max_new_tokens=args.max_answer_seq_len,
         stop_token_id=tokenizer.eos_token_id,
@@ -378,7 +379,7 @@ def sampling_options(args: PPOArguments, tokenizer: Any) -> SamplingOptions:
 def _build_engine(
     load: Callable, args: PPOArguments, role: RoleFlags, num_tokens: int, num_steps: int
 ) -> Any:
-    """Return the DeepSpeed engine that trains what `load` gives."""
+    """DeepSpeed engine that trains the model that `load` returns."""
     rows = args.per_device_training_batch_size
     ds_config = config_of(args, zero_stage=role.zero_stage, offload=role.offload, micro_batch_size=rows)
     # Without dropout: old and new log-probabilities must agree before the first update.
@@ -394,7 +395,7 @@ def _build_frozen(
     num_tokens: int,
     is_offloaded: bool,
 ) -> Any:
-    """Return the role of this kind; its model, which `load` gives, is only read."""
+    """A role of this kind with the frozen model that `load` returns."""
     ds_config = config_of(
         args,
         zero_stage=role.zero_stage,
@@ -413,7 +414,7 @@ def _build_frozen(
 
 
 def _layout(args: PPOArguments, model: Any) -> dict[str, bool]:
-    """Return how sequences stand in the passes of a role's model."""
+    """Layout of sequences in the passes of a role's model."""
     is_packed = runs_packed(args, model)
     shares_prompts = is_packed and args.num_samples_per_prompt > 1 and not args.no_share_prompts
     return {"is_packed": is_packed, "shares_prompts": shares_prompts}

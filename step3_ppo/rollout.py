@@ -33,13 +33,15 @@ class Rollout:
     """Collects rollout batches; `scores` are the rewards of the run.
 
     The log-probabilities at rollout, which the ratio is taken to, come from the sampler or, while
-    `recomputes`, from one more forward pass.
+    `recomputes`, from an additional forward pass.
     """
 
     def __init__(
         self, args: PPOArguments, roles: Roles, scores: Scorer, *, needs_greedy: bool = False
     ) -> None:
-        """`needs_greedy`: each prompt has a greedy answer too, which is scored, and is no row of a batch."""
+        """`needs_greedy`: each prompt also has a greedy response, which is scored but is not a row of a
+        batch.
+        """
         self.args, self.roles, self.scores = args, roles, scores
         self.environments = scores.environments
         most = args.per_device_training_batch_size * (args.max_prompt_seq_len + args.max_answer_seq_len)
@@ -54,11 +56,12 @@ class Rollout:
         self.max_gap = MAX_LOGPROB_GAP if self.source == "strict" else math.inf  # else an update is refused
 
     def judge_gap(self, gap: float) -> str | None:
-        """Take the mean gap between sampler and trainer in a step; return what to tell the user, if anything.
+        """Update the policy of --old_logprobs from a step's mean gap between sampler and trainer; return a
+        warning or None.
 
-        Under --old_logprobs auto they are recomputed until both have agreed within MAX_LOGPROB_GAP for a
-        step; then the sampler is trusted, until a step exceeds it. Stale rollouts are always recomputed: the
-        policy moves on before it is updated by them, so the first minibatch cannot tell.
+        Under --old_logprobs auto, log-probabilities are recomputed until the gap is within MAX_LOGPROB_GAP
+        for a step; then the sampler is trusted until a step exceeds it. Stale rollouts are always recomputed:
+        the policy changes before it is updated by them, so the first minibatch does not show the gap.
         """
         was_recomputed, is_small = self.recomputes, gap <= MAX_LOGPROB_GAP
         if self.source == "auto":
@@ -69,10 +72,10 @@ class Rollout:
         return f"sampler and trainer differ by {gap:.2g} nats a token, more than {MAX_LOGPROB_GAP}{cure}"
 
     def collect(self, prompts: GlobalBatches, version: int) -> PackedBatch:
-        """Return this rank's rollout batch of a step; `version` counts the steps that the policy has made.
+        """This rank's rollout batch of a step; `version` is the number of steps that the policy has made.
 
-        Groups with one score are replaced by groups of further prompts, as far as these have others. Every
-        rank must call this.
+        Groups whose responses all have one score are replaced by groups of further prompts, if these have
+        different scores. Every rank must call this.
         """
         batch = self._collect_once(prompts, version)
         num_refilled = 0
@@ -103,7 +106,7 @@ class Rollout:
         return self.score(batch, texts)
 
     def _add_greedy(self, batch: PackedBatch, answers: PackedBatch, texts: PromptTexts) -> PackedBatch:
-        """Return the batch with scores, lengths and is_finished of the greedy answers to the same prompts."""
+        """The batch with scores, lengths and is_finished of the greedy responses to the same prompts."""
         micro_batches = self.score_cap.cut(answers)
         scores = self.scores.start(micro_batches, texts).wait(self.roles.rewards)
         answers = join_scores(answers.ids, micro_batches, {}, {"scores": scores["scores"]})
@@ -124,10 +127,10 @@ class Rollout:
         *,
         is_greedy: bool = False,
     ) -> tuple[PackedBatch, PromptTexts]:
-        """Return `num_samples` responses to each of this rank's prompts, and the prompts' texts by number.
+        """`num_samples` responses to each of this rank's prompts, and the texts of the prompts by number.
 
-        The prompts are numbered from `first` on: a batch of the first rank, then one of the next. A prompt's
-        number is its group's id and names its random numbers. Every rank must call this.
+        Prompts are numbered from `first`: a batch of the first rank, then one of the next. The number of a
+        prompt is the id of its group and determines its random numbers. Every rank must call this.
         """
         parts, texts = [], {}
         if self.environments:
@@ -155,9 +158,7 @@ class Rollout:
         conversations: Sequence[Conversation],
         is_greedy: bool,
     ) -> PackedBatch:
-        """Return the responses to prompts with these numbers (rows,) int64; with an environment each in a
-        conversation.
-        """
+        """Responses to prompts with these numbers (rows,) int64; with an environment in conversations."""
         with watchdog.phase("the padding of the prompts", clock="gather"):
             prompt_ids, prompt_mask = prompts.pad("prompt_ids", on_left=True)
             group_ids = numbers.repeat_interleave(num_samples)
@@ -195,10 +196,11 @@ class Rollout:
             return batch.with_texts(ROW_IDS, row_ids)
 
     def score(self, batch: PackedBatch, texts: PromptTexts, *, is_trained_on: bool = True) -> PackedBatch:
-        """Return the responses with what all roles say of them; `texts` are the prompts', by number.
+        """The responses with the outputs of all roles; `texts` are the prompts' texts by number.
 
-        Those that are not trained on get no values, and the trainer's log-probabilities over all tokens.
-        Every rank must call this. Raises StepRefused on all of them for NaN, infinity, or no score at all.
+        With `is_trained_on=False` they get no values, and the trainer's log-probabilities over all tokens.
+        Every rank must call this. Raises StepRefused on all ranks for NaN, infinity, or if no response has a
+        score.
         """
         roles = self.roles
         with watchdog.phase("the cut into micro-batches", clock="gather"):
@@ -234,7 +236,7 @@ class Rollout:
         old_logprobs: Sequence[torch.Tensor],
         ref_logprobs: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """Return how far each token's distribution is from the teacher's, as --distill_loss measures it."""
+        """Divergence of each token's distribution from the teacher's, by --distill_loss."""
         beta = parse_distill_loss(self.args.distill_loss).beta
         if beta is None:
             return [old - ref for old, ref in zip(old_logprobs, ref_logprobs, strict=True)]
@@ -261,8 +263,8 @@ def join_scores(
     columns: dict[str, Sequence[torch.Tensor]],
     numbers: dict[str, Sequence[torch.Tensor]],
 ) -> PackedBatch:
-    """Return the rows of the micro-batches, in the order of the sample ids, with what roles say of each
-    micro-batch: numbers a token (columns), or a response (numbers).
+    """Rows of the micro-batches in the order of the sample ids, with the outputs of roles for each
+    micro-batch: one number per token (columns) or per response (numbers).
     """
     batch = PackedBatch.concat(micro_batches)
     for name, of_parts in columns.items():
@@ -273,7 +275,7 @@ def join_scores(
 
 
 def add_sampling_mask(batch: PackedBatch, mask: SamplingMask) -> PackedBatch:
-    """Return the batch with the tokens that the sampler could draw at each response token."""
+    """The batch with the tokens that the sampler could draw at each response token."""
     batch = batch.with_key("support_counts", mask.counts, like="response_ids")
     of_responses = torch.stack([part.sum() for part in batch.sequences("support_counts")])
     return batch.with_key("support_ids", mask.token_ids.cpu().int(), lengths=of_responses)

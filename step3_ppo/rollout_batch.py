@@ -45,25 +45,25 @@ from step3_ppo.arguments import PPOArguments
 
 
 def response_mask(batch: PackedBatch) -> torch.Tensor:
-    """Return which positions hold a response token, stop token included: (b, R) bool."""
+    """Positions with a response token, stop token included: (b, R) bool."""
     return batch.pad("response_ids")[1]
 
 
 def sampled_mask(batch: PackedBatch) -> torch.Tensor:
-    """Return which positions hold a token that the model sampled: (b, R) bool.
+    """Positions with a token that the model sampled: (b, R) bool.
 
-    Others are padding, or what an environment said; each response ends with a sampled one.
+    Others are padding, or tokens of an environment; each response ends with a sampled token.
     """
     return tokens(batch, "sampled_mask") if "sampled_mask" in batch.data else response_mask(batch)
 
 
 def tokens(batch: PackedBatch, key: str) -> torch.Tensor:
-    """Return a number a response token, right-padded with zeros: (b, R)."""
+    """One number per response token, right-padded with zeros: (b, R)."""
     return batch.pad(key)[0]
 
 
 def with_tokens(batch: PackedBatch, **columns: torch.Tensor) -> PackedBatch:
-    """Return the batch with a number a response token for each key, given as (b, R)."""
+    """The batch with one number per response token for each key, given as (b, R)."""
     mask = response_mask(batch)
     for key, padded in columns.items():
         batch = batch.with_key(key, padded[mask], like="response_ids")
@@ -76,13 +76,13 @@ def on_every_token(numbers: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
 
 
 def num_tokens(batch: PackedBatch) -> torch.Tensor:
-    """Return the tokens (b,) int64 of each prompt with its response."""
+    """Number of tokens (b,) int64 of each prompt with its response."""
     return batch.lengths["prompt_ids"] + batch.lengths["response_ids"]
 
 
 def sampled_positions(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens (b,) int64 of each prompt with its response, and which of all of them the model
-    sampled: (total,) bool; both on the CPU.
+    """Number of tokens (b,) int64 of each prompt with its response, and which of all tokens were sampled:
+    (total,) bool; both on the CPU.
     """
     responses = batch.data.get("sampled_mask", torch.ones(len(batch.data["response_ids"]), dtype=torch.bool))
     masks = {"prompt_ids": torch.zeros(len(batch.data["prompt_ids"]), dtype=torch.bool)}
@@ -92,7 +92,7 @@ def sampled_positions(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def with_closing(batch: PackedBatch, closing_ids: Sequence[int]) -> PackedBatch:
-    """The batch with these token ids behind each finished response, among what the model sampled."""
+    """The batch with these token ids after each finished response; they count as sampled."""
     if not closing_ids:
         return batch
     is_finished = batch.numbers("is_finished").tolist()
@@ -109,7 +109,7 @@ def with_closing(batch: PackedBatch, closing_ids: Sequence[int]) -> PackedBatch:
 
 
 def put_back(kept: PackedBatch, batch: PackedBatch) -> PackedBatch:
-    """Return `batch` with what an algorithm has added to some of its rows; zeros for the others, which count
+    """`batch` with the columns that an algorithm added to some of its rows; zeros in the others, which count
     in no loss.
     """
     if len(kept) == len(batch):
@@ -123,13 +123,13 @@ def put_back(kept: PackedBatch, batch: PackedBatch) -> PackedBatch:
 
 
 def in_order(batch: PackedBatch, ids: Sequence[int]) -> PackedBatch:
-    """Return the rows with these sample ids, in this order."""
+    """The rows with these sample ids, in this order."""
     row_of = {sample: row for row, sample in enumerate(batch.ids)}
     return batch.select([row_of[sample] for sample in ids])
 
 
 def to_tensors(batch: PackedBatch) -> dict[str, torch.Tensor]:
-    """Return a batch as named tensors of its own, which a file can hold and a rank can send."""
+    """A batch as named tensors that own their memory, for files and communication."""
     tensors = {"ids": torch.tensor(batch.ids, dtype=torch.int64)}
     for key in batch.data:
         tensors[f"{key}:data"], tensors[f"{key}:lengths"] = batch.data[key], batch.lengths[key]
@@ -137,7 +137,7 @@ def to_tensors(batch: PackedBatch) -> dict[str, torch.Tensor]:
 
 
 def from_tensors(tensors: Mapping[str, torch.Tensor], keys: Iterable[str]) -> PackedBatch:
-    """Return the batch with these keys that `to_tensors` gave."""
+    """The batch with these keys from the result of `to_tensors`."""
     data, lengths = ({key: tensors[f"{key}:{part}"] for key in keys} for part in ("data", "lengths"))
     return PackedBatch(tuple(tensors["ids"].tolist()), data, lengths)
 
@@ -148,7 +148,7 @@ def from_tensors(tensors: Mapping[str, torch.Tensor], keys: Iterable[str]) -> Pa
 
 
 def gather_numbers(batch: PackedBatch, **columns: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return columns (b,) of all ranks as (B,), in the order of the sample ids, which "ids" are.
+    """Columns (b,) of all ranks as (B,), in the order of the sample ids, which are the column "ids".
 
     Every rank must call this.
     """
@@ -160,7 +160,7 @@ def gather_numbers(batch: PackedBatch, **columns: torch.Tensor) -> dict[str, tor
 
 
 def gather_ids(batch: PackedBatch, is_chosen: torch.Tensor) -> list[int]:
-    """Return the sample ids of all ranks' chosen rows, in rising order; is_chosen (b,) bool.
+    """Sample ids of the chosen rows of all ranks, ascending; is_chosen (b,) bool.
 
     Every rank must call this.
     """
@@ -169,9 +169,9 @@ def gather_ids(batch: PackedBatch, is_chosen: torch.Tensor) -> list[int]:
 
 
 def exchange_rows(batch: PackedBatch, wanted: Sequence[Sequence[int]]) -> PackedBatch:
-    """Return the rows that this rank wants, in its order: wanted[rank] are sample ids, each held by one rank.
+    """The rows that this rank wants, in its order: wanted[rank] are sample ids, each held by one rank.
 
-    Only these rows travel, as one tensor of bytes. Every rank must call this with the same `wanted`.
+    Only these rows are sent, as one tensor of bytes. Every rank must call this with the same `wanted`.
     """
     own_ids = wanted[distributed.rank()]
     if distributed.world_size() == 1:
@@ -186,10 +186,10 @@ def exchange_rows(batch: PackedBatch, wanted: Sequence[Sequence[int]]) -> Packed
 def replace_rows(
     batch: PackedBatch, dropped: Sequence[int], fresh: PackedBatch, taken: Sequence[int]
 ) -> PackedBatch:
-    """Return the batch without the dropped sample ids, and with the rows `taken` of `fresh`; as many on each
-    rank again: those above the average move.
+    """The batch without the dropped sample ids and with the `taken` rows of `fresh`, with equal numbers on
+    each rank again; only surplus rows move.
 
-    Dropped and taken are as many, of all ranks, whole groups. Every rank must call this.
+    As many rows are dropped as taken, over all ranks, in whole groups. Every rank must call this.
     """
     is_dropped, is_taken = set(dropped), set(taken)
     kept = batch.select([row for row, sample in enumerate(batch.ids) if sample not in is_dropped])
@@ -219,8 +219,8 @@ def row_sizes(batch: PackedBatch) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class TokenCap:
-    """How many tokens a forward pass may take; `is_packed`: sequences stand end to end there;
-    `shares_prompts`: with the prompt of several responses once.
+    """Token budget of a forward pass. `is_packed`: sequences are packed; `shares_prompts`: with the prompt of
+    several responses once.
     """
 
     max_tokens: int
@@ -228,7 +228,7 @@ class TokenCap:
     shares_prompts: bool = False
 
     def plan(self, sizes: Mapping[str, torch.Tensor], num_ranks: int = 1) -> list[list[list[int]]]:
-        """Return plan[rank][micro_batch] = rows, of rows with these `row_sizes`."""
+        """plan[rank][micro_batch] = rows, for rows with these `row_sizes`."""
         prompts = sizes["prompt"].tolist()
         return plan_micro_batches(
             [
@@ -242,7 +242,7 @@ class TokenCap:
         )
 
     def cut(self, batch: PackedBatch) -> list[PackedBatch]:
-        """Return the micro-batches of this rank's rows, as many on every rank. Every rank must call this."""
+        """Micro-batches of this rank's rows, the same number on every rank. Every rank must call this."""
         sizes = row_sizes(batch)
         (plan,) = self.plan(sizes)
         most = int(distributed.max_float(len(plan)))
@@ -254,9 +254,9 @@ class TokenCap:
 def cut_minibatches(
     batch: PackedBatch, args: PPOArguments, cap: TokenCap, step: int, first: int = 0
 ) -> Iterator[list[PackedBatch]]:
-    """Yield this rank's micro-batches of every optimizer step of PPO step `step`, from `first` on.
+    """Yield this rank's micro-batches of every optimizer step of PPO step `step`, from `first`.
 
-    Every rank must use these together.
+    Every rank must iterate in step.
     """
     gathered = gather_numbers(batch, **row_sizes(batch))
     ids = gathered["ids"].tolist()
@@ -271,10 +271,9 @@ def plan_minibatches(
 ) -> Iterator[list[list[list[int]]]]:
     """Yield plan[rank][micro_batch] = rows for every optimizer step, reshuffled by (seed, step, epoch).
 
-    `sizes` are the `row_sizes` of all rows; the responses to a prompt stay next to each other. The responses
-    of an optimizer step do not depend on the number of ranks, on the accumulation or on the cut into
-    micro-batches: by tokens, under the cap, where the flags ask for that, else by
-    --per_device_training_batch_size.
+    `sizes` are the `row_sizes` of all rows; responses to one prompt stay adjacent. The responses of an
+    optimizer step do not depend on the number of ranks, on accumulation or on the cut into micro-batches. The
+    cut is by tokens under the cap if the flags ask for it, else by --per_device_training_batch_size.
     """
     num_ranks = distributed.world_size()
     size = args.samples_per_update * num_ranks

@@ -28,10 +28,10 @@ BINS = (
 
 @dataclass(frozen=True)
 class Correction:
-    """How weights are made: of what, and what becomes of those outside the bounds.
+    """Form of the importance weights, and the treatment of those outside the bounds.
 
-    `level`: "token", "sequence" (the product of a response's tokens) or "geometric" (its geometric mean).
-    `action`: "truncate" to the bounds, "mask" to 0, or "reject": to 0, all others 1.
+    `level`: "token", "sequence" (product over a response's tokens) or "geometric" (their geometric mean).
+    `action`: "truncate" to the bounds, "mask" to 0, or "reject": 0 outside, 1 inside.
     """
 
     level: str
@@ -77,7 +77,7 @@ def parse_correction(text: str) -> Correction | None:
 
 
 class Weights(NamedTuple):
-    """Importance weights, fp32: of each token (B, R), or of each response (B,)."""
+    """Importance weights, fp32: of each token (B, R) or each response (B,)."""
 
     weights: torch.Tensor  # what the losses are multiplied by; 0 where nothing counts
     raw: torch.Tensor  # before the bounds
@@ -89,11 +89,11 @@ class Weights(NamedTuple):
 def correction_weights(
     prox_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, mask: torch.Tensor, correction: Correction
 ) -> Weights:
-    """Return prox / sampler probability, as the correction has it; all (B, R).
+    """Importance weights prox / sampler in the form of the correction; inputs (B, R).
 
-    What is no number stays none: it must show in the loss. The mean of the loss goes on to count what is
-    masked. TIS: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training";
-    masks: AReaL, arXiv:2505.24298; with two bounds IcePop, arXiv:2510.18855.
+    NaN is propagated so that the loss exposes it. Masked tokens still count in the mean of the loss. TIS: Yao
+    et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; masks: AReaL,
+    arXiv:2505.24298; with two bounds IcePop, arXiv:2510.18855.
     """
     log_weights, is_counted = torch.where(mask, prox_logprobs.double() - rollout_logprobs.double(), 0.0), mask
     if correction.level != "token":
@@ -110,7 +110,7 @@ def correction_weights(
 
 
 def prox_share(batch: PackedBatch, step: int) -> torch.Tensor:
-    """How far prox is from the log-probabilities at rollout to those now, in [0, 1), fp32, a response token.
+    """Position of prox between the log-probabilities at rollout (0) and now (1), fp32 per response token.
 
     A token sampled d steps ago is at d / (d + 1): the step's own updates are the rest of the way (AReaL's
     prox_approx_method loglinear).
@@ -123,7 +123,7 @@ def prox_share(batch: PackedBatch, step: int) -> torch.Tensor:
 def weigh_tokens(
     batch: PackedBatch, prox_logprobs: torch.Tensor, correction: Correction
 ) -> tuple[PackedBatch, Weights]:
-    """The batch with `prox_logprobs`, one a response token, and correction_weights; and what these are."""
+    """The batch with `prox_logprobs` (one per response token) and correction_weights, and the weights."""
     batch = batch.with_key("prox_logprobs", prox_logprobs, like="response_ids")
     prox, sampled, mask = (tokens(batch, key) for key in ("prox_logprobs", "rollout_logprobs", "loss_mask"))
     made = correction_weights(prox, sampled, mask, correction)
@@ -132,7 +132,7 @@ def weigh_tokens(
 
 
 def mean_weights(made: Weights) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Sum and count of the raw weights and of those outside the bounds, by the names of the log."""
+    """Sum and count of the raw weights and of those outside the bounds, by log name."""
     num = made.is_counted.sum()
     return {
         "correction/weight_mean": (torch.where(made.is_counted, made.raw, 0.0).sum(), num),

@@ -18,7 +18,7 @@ from step3_ppo.rewards.reward_specs import RewardSpec
 
 
 class Place(NamedTuple):
-    """A base and how it is held: what roles must have in common to hold the same parameters."""
+    """A base and how it is held. Roles with equal places share the same parameters."""
 
     base: str  # folder or hub name
     is_sharded: bool  # by ZeRO 3
@@ -27,7 +27,9 @@ class Place(NamedTuple):
 
 
 def fill_ranks(args: Any, problems: Problems) -> None:
-    """Give roles that begin with a saved adapter its rank, as by the flag; add where that says another."""
+    """Set the LoRA rank of roles that start from a saved adapter; add a problem if the flag names another
+    rank.
+    """
     for flag, role in {"actor_lora_dim": args.actor, "critic_lora_dim": args.critic}.items():
         path, given = role.model_name_or_path, role.lora_dim
         with problems.catch():
@@ -41,7 +43,7 @@ def fill_ranks(args: Any, problems: Problems) -> None:
 
 
 def model_paths(args: Any, rewards: Sequence[RewardSpec], *, has_critic: bool) -> dict[str, str]:
-    """Return the paths of actor, critic and reward models by role: `actor`, `critic`, `reward NAME`."""
+    """Paths of actor, critic and reward models by role: `actor`, `critic`, `reward NAME`."""
     paths = {"actor": args.actor_model_name_or_path}
     paths |= {"critic": args.critic_model_name_or_path} if has_critic else {}
     paths |= {f"reward {spec.name}": spec.target for spec in rewards if spec.kind == "model"}
@@ -49,9 +51,9 @@ def model_paths(args: Any, rewards: Sequence[RewardSpec], *, has_critic: bool) -
 
 
 def find_places(args: Any, paths: Mapping[str, str]) -> dict[str, Place]:
-    """Return where the base of each role of `paths` is held, without the roles that train theirs.
+    """Place of the base of each role in `paths`, without roles that train their base.
 
-    Raises ValueError where an adapter does not tell its base.
+    Raises ValueError if an adapter does not name its base.
     """
     places = {}
     for role, path in paths.items():
@@ -69,9 +71,9 @@ def find_places(args: Any, paths: Mapping[str, str]) -> dict[str, Place]:
 
 
 def describe_places(args: Any, paths: Mapping[str, str], problems: Problems) -> list[str]:
-    """Return a line for each base that several roles share, and for one that they have to hold twice.
+    """A line for each base that several roles share, and for each that must be held twice.
 
-    Adds a problem where one of these begins with an adapter, and so asks to share.
+    Adds a problem if a role of the latter starts from an adapter, and so asks to share.
     """
     places: dict[str, Place] = {}
     with problems.catch():
@@ -95,7 +97,7 @@ def describe_places(args: Any, paths: Mapping[str, str], problems: Problems) -> 
 
 
 def _why_apart(args: Any, places: Mapping[Place, Any]) -> str:
-    """Return which flags have a base held in several ways, and the cure."""
+    """Explain which flags prevent sharing the base, and how to fix it."""
     if len({place.is_sharded for place in places}) > 1:
         stages = f"--actor_zero_stage {args.actor_zero_stage}, --critic_zero_stage {args.critic_zero_stage}"
         return f"{stages} shard it for one and not for the other; give both 3, or neither"
@@ -108,14 +110,14 @@ def _why_apart(args: Any, places: Mapping[Place, Any]) -> str:
 
 
 class Bases:
-    """Loads the models of a run one after the other; who comes later takes a base that is there."""
+    """Loads a run's models, reusing a base that is already loaded."""
 
     def __init__(self, places: Mapping[str, Place]) -> None:
         self.places = places
         self.owners: dict[Place, nn.Module] = {}
 
     def load(self, role: str, load: Callable[..., Any], /, *words: Any, **more: Any) -> Any:
-        """Return the model of a role, by `load` (load_policy, load_ranker). Every rank must call this."""
+        """The model of a role, loaded by `load` (load_policy, load_ranker). Every rank must call this."""
         place = self.places.get(role)
         if place in self.owners:
             more["owner"] = self.owners[place]

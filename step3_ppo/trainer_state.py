@@ -27,11 +27,11 @@ MIN_VARIANCE = 1e-5  # of returns: equal ones are not divided by 0
 
 
 class ValueNormaliser:
-    """Running mean and variance of all returns: an exponential average ("exp") or that of all ("ma").
+    """Running mean and variance of all returns: exponential average ("exp") or average over all ("ma").
 
-    The critic's output is in normalised units; `denormalise` brings it back. "exp" is the debiased average of
-    MAPPO's ValueNorm (arXiv:2103.01955) and of ReaL: an update keeps `beta` of what was. "ma" weighs every
-    token alike and ignores `beta`. Without an update both directions change nothing.
+    The critic's output is in normalised units; `denormalise` converts it back. "exp" is the debiased average
+    of MAPPO's ValueNorm (arXiv:2103.01955) and of ReaL: an update keeps `beta` of the old value. "ma" weighs
+    every token equally and ignores `beta`. Before the first update both directions are the identity.
     """
 
     def __init__(self, kind: str, beta: float = 0.99995) -> None:
@@ -41,7 +41,7 @@ class ValueNormaliser:
         self.variance = 0.0
 
     def update(self, returns: torch.Tensor, mask: torch.Tensor) -> None:
-        """Take in the returns (N) of all ranks that count, in real units; none of them changes nothing.
+        """Add the returns (N) of all ranks that count, in real units; without any, nothing changes.
 
         Every rank must call this.
         """
@@ -62,15 +62,15 @@ class ValueNormaliser:
 
     @property
     def std(self) -> float:
-        """The deviation that is divided by."""
+        """The standard deviation to divide by."""
         return max(self.variance, MIN_VARIANCE) ** 0.5 if self.weight else 1.0
 
     def normalise(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (x - mean) / std: fp32, the shape of x, in the critic's units. Nothing is clipped."""
+        """(x - mean) / std: fp32, the shape of x, in the critic's units. Nothing is clipped."""
         return ((x.double() - self.mean) / self.std).float()
 
     def denormalise(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x * std + mean: fp32, the shape of x, in real units."""
+        """x * std + mean: fp32, the shape of x, in real units."""
         return (x.double() * self.std + self.mean).float()
 
 
@@ -84,31 +84,31 @@ class ExponentialMovingAverage(Stateful):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the average towards the weights as they are now."""
+        """Move the average towards the current weights."""
         for name, parameter in self.parameters.items():
             self.averages[name].lerp_(local_shard(parameter).float(), 1 - self.decay)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
-        """Hold the averages in the weights' place inside the block. Every rank must call this."""
+        """Context in which the averages replace the weights. Every rank must call this."""
         return swapped_shards(self.parameters, self.averages)
 
     def _segments(self) -> list[Segment]:
         return [Segment.of_share(name, p, self.averages[name]) for name, p in self.parameters.items()]
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
-        """Give what this rank owns of the averages."""
+        """This rank's part of the averages."""
         for segment in self._segments():
             yield from segment.save(segment.name, segment.owner)
 
     def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
-        """Take what was saved. Raises ValueError when a parameter is missing or has another size."""
+        """Load saved averages. Raises ValueError if a parameter is missing or has another size."""
         for segment in self._segments():
             segment.load(reader, segment.name, segment.owner)
 
 
 @dataclass
 class OpenStep:
-    """A PPO step that is being made: all of it that lasts from one minibatch to the next."""
+    """A PPO step in progress: its state from one minibatch to the next."""
 
     step: int
     batch: PackedBatch  # with all that the losses read
@@ -119,11 +119,11 @@ class OpenStep:
 
     @property
     def position(self) -> str:
-        """Return the name of where the step is: after its last minibatch."""
+        """Name of the position in the step: after its last minibatch."""
         return f"update-{self.num_minibatches:04d}"
 
     def averages(self) -> dict[str, float]:
-        """Means of the step, by the names of the log."""
+        """Metrics of the step, averaged over its updates, by log name."""
         values = dict(self.means)
         num_tokens = values.pop(NUM_TOKENS, None)
         return {n: fmean(x, None if n.endswith(OF_UPDATES) else num_tokens) for n, x in values.items()}
@@ -133,15 +133,13 @@ OPEN = "open"
 
 
 class TrainerState(Stateful):
-    """Controllers, normalisers, counters, rollouts that wait, and a step that is not finished."""
+    """Checkpointed state: controllers, normalisers, counters, waiting rollouts, and a step in progress."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
     def _parts(self) -> dict[str, tuple[Any, tuple[str, ...]]]:
-        """Return the parts of the trainer that this run has, by their names in a checkpoint, and what of each
-        lasts.
-        """
+        """Parts of the trainer in this run by their checkpoint names, and the attributes to save of each."""
         trainer = self.trainer
         parts = {
             "rollout": (trainer.rollout, ("refilled_fraction", "recomputes")),
@@ -158,13 +156,13 @@ class TrainerState(Stateful):
         return batches | ({OPEN: trainer.open_step.batch} if trainer.open_step else {})
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
-        """Give the rows that this rank holds."""
+        """The rows that this rank holds."""
         for name, batch in self._batches().items():
             for key, tensor in to_tensors(batch).items():
                 yield TensorSlice(f"{name}:{distributed.rank()}:{key}", 0, tensor)
 
     def json_state(self) -> dict[str, Any]:
-        """Return the rest."""
+        """The state other than tensors."""
         trainer, texts = self.trainer, self.trainer.losses.pretraining
         state: dict[str, Any] = {
             name: {key: getattr(part, key) for key in lasting}
@@ -178,7 +176,9 @@ class TrainerState(Stateful):
         return state
 
     def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
-        """Take what was saved, rows by any number of ranks; ValueError where held-out prompts are others."""
+        """Load the state, with rows from any number of ranks. Raises ValueError if the held-out prompts
+        differ.
+        """
         trainer = self.trainer
         if trainer.evaluation and state["evaluation"]["prompts"] != trainer.evaluation.prompts:
             raise ValueError("the held-out prompts have changed since it was saved; bring the old ones back")
@@ -197,7 +197,7 @@ class TrainerState(Stateful):
 
 
 def _read_rows(reader: TensorReader, name: str, keys: list[str], num_ranks: int) -> PackedBatch:
-    """Return this rank's share of the rows that `num_ranks` have saved: as many on each, groups whole."""
+    """This rank's share of the rows that `num_ranks` ranks saved: equal numbers, groups whole."""
     parts, size = [], reader.numel(f"{name}:0:ids")  # of a rank that saved
     share = size * num_ranks // distributed.world_size()
     rows = range(distributed.rank() * share, (distributed.rank() + 1) * share)
