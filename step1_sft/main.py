@@ -24,7 +24,7 @@ from step1_sft.sft_trainer import SFTTrainer
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Check everything, load, train, evaluate, export; `argv`: words in place of this process's."""
+    """Check the flags, load, train, evaluate, export. `argv` defaults to sys.argv[1:]."""
     start, data = single_model.begin(SFTArguments, 1, __doc__.splitlines()[0], argv)
     if data is None:
         return

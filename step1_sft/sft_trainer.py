@@ -13,21 +13,21 @@ from common.ranks import distributed
 
 
 class SFTTrainer(Trainer):
-    """Moves an engine by token means over global batches."""
+    """Trains a model by the token mean over global batches."""
 
     kind, columns, fact = "sft", ("loss", "learning_rate", "grad_norm"), "eval_perplexity"
 
     def compute_sums(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the negative log-likelihood of the targets, added up, and a mixture's router loss."""
+        """Negative log-likelihood summed over the targets, and a mixture's router loss."""
         nll = compute_nll_sum(self.engine, batch, is_packed=self.is_packed)
         return add_router_loss(self.engine, nll, batch, self.count)
 
     def count(self, batch: PackedBatch) -> float:
-        """Return the number of targets."""
+        """Number of targets."""
         return count_targets(batch)
 
     def judge(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
-        """Return loss and perplexity over the tokens of all ranks. Every rank must call this."""
+        """Loss and perplexity over the tokens of all ranks. Every rank must call this."""
         nll, count = 0.0, 0.0
         for batch, is_real in batches:
             is_counted = is_real.repeat_interleave(batch.lengths["loss_mask"])
@@ -38,5 +38,5 @@ class SFTTrainer(Trainer):
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
     def evaluate(self, step: int, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> float:
-        """Return the held-out perplexity, and log it with the loss. Every rank must call this."""
+        """Log the held-out loss and perplexity; return the perplexity. Every rank must call this."""
         return super().evaluate(step, batches)["perplexity"]

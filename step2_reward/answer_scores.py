@@ -16,7 +16,7 @@ SIDES = ("chosen", "rejected")
 
 
 class PairScores(NamedTuple):
-    """One batch of pairs under the model."""
+    """Results of the model for one batch of pairs."""
 
     chosen: torch.Tensor  # (N,) fp32
     rejected: torch.Tensor  # (N,) fp32
@@ -30,9 +30,9 @@ def build_pair_inputs(
     is_packed: bool = False,
     shares_prompts: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, ModelInputs]:
-    """Return token ids (total,) and lengths (2N,) of both answers of each pair, and a model's inputs.
+    """Token ids (total,) and lengths (2N,) of both responses of each pair, and the model inputs.
 
-    Packed, what the answers of a pair begin alike may stand there once. `sides` are the answers' names.
+    In packed inputs the common prefix of a pair may occur once. `sides` are the names of the responses.
     """
     token_ids, pair_lengths = batch.interleave(*(f"{side}_ids" for side in sides))
     sizes = torch.full((len(batch),), len(sides)) if shares_prompts else None
@@ -41,7 +41,7 @@ def build_pair_inputs(
 
 
 def shared_length(row: dict[str, Any]) -> int:
-    """Return with how many tokens both answers of a pair begin."""
+    """Number of tokens that both responses of a pair begin with."""
     pair = zip(row["chosen_ids"], row["rejected_ids"], strict=False)
     return next(
         (i for i, (a, b) in enumerate(pair) if a != b),
@@ -52,10 +52,10 @@ def shared_length(row: dict[str, Any]) -> int:
 def compute_pair_scores(
     model: Any, batch: PackedBatch, *, with_values: bool = False, **layout: bool
 ) -> PairScores:
-    """Return the scores of both answers, see `compute_scores`; or, if asked for, the values of all tokens and
-    as scores those at the last tokens.
+    """Scores of both responses, see `compute_scores`; or, if requested, the values of all tokens, and the
+    values at the last tokens as scores.
 
-    `model` is a ValueModel or its engine, `layout` goes to `build_pair_inputs`.
+    `model` is a ValueModel or its engine; `layout` is passed to `build_pair_inputs`.
     """
     _, lengths, inputs = build_pair_inputs(batch, **layout)
     if not with_values:
@@ -71,10 +71,10 @@ def compute_pair_scores(
 def compute_answer_logprobs(
     model: Any, batch: PackedBatch, sides: Sequence[str] = SIDES, **layout: bool
 ) -> torch.Tensor:
-    """Return (2N,) fp32: the log-probability of each answer given its prompt, end-of-turn token included.
+    """Log-probability (2N,) fp32 of each response given its prompt, end-of-turn token included.
 
-    `model` is a PolicyModel or its engine, `sides` and `layout` go to `build_pair_inputs`. A token that
-    nothing stands before has no probability.
+    `model` is a PolicyModel or its engine; `sides` and `layout` are passed to `build_pair_inputs`. The first
+    token of a sequence has no log-probability.
     """
     token_ids, lengths, inputs = build_pair_inputs(batch, sides, **layout)
     first = first_scored(batch, sides)  # (2N,)
@@ -84,10 +84,10 @@ def compute_answer_logprobs(
 
 
 def response_starts(batch: PackedBatch, sides: Sequence[str] = SIDES) -> torch.Tensor:
-    """Return where each answer begins behind its prompt: (2N,) int64."""
+    """Position of the first token of each response after its prompt: (2N,) int64."""
     return torch.stack([batch.numbers(f"{side}_response_start") for side in sides], dim=1).flatten()
 
 
 def first_scored(batch: PackedBatch, sides: Sequence[str] = SIDES) -> torch.Tensor:
-    """Return where the tokens of each answer that have a probability begin: (2N,) int64."""
+    """Position of the first token of each response that has a log-probability: (2N,) int64."""
     return response_starts(batch, sides).clamp(min=1)

@@ -70,7 +70,7 @@ class RewardArguments(PairArguments, SharingArguments, SingleModelArguments):
 
     @property
     def kind(self) -> str:
-        """What is trained, as numbers and export call it: reward, or by a policy's loss dpo or kto."""
+        """What is trained, as named in metrics and exports: reward, dpo or kto."""
         return {"dpo": "dpo", "ipo": "dpo", "kto": "kto"}.get(self.loss, "reward")
 
     @property
@@ -80,7 +80,7 @@ class RewardArguments(PairArguments, SharingArguments, SingleModelArguments):
 
     @property
     def is_unpaired(self) -> bool:
-        """Whether rows are rated answers, each by itself."""
+        """Whether rows are single labelled responses."""
         return self.loss == "kto"
 
 

@@ -22,9 +22,9 @@ ANSWER, MISMATCHED = SIDES = ("answer", "mismatched")
 
 
 class MismatchedRows(Dataset):
-    """Rated answers, each with `mismatched_ids`: its prompt, and an answer to another prompt.
+    """Labelled responses, each with `mismatched_ids`: its prompt, and a response to another prompt.
 
-    Which one is decided by the order of the rows: nothing is drawn, and every epoch has the same.
+    The order of the rows decides which response; nothing is random, and every epoch has the same.
     """
 
     def __init__(self, rows: Any, max_tokens: int) -> None:
@@ -44,13 +44,13 @@ class MismatchedRows(Dataset):
         return row | {"mismatched_ids": prompt + answer, "mismatched_response_start": start}
 
     def lengths(self, column: str) -> Any:
-        """Return the lengths of the rows of `answer_ids`."""
+        """Lengths of the rows of `answer_ids`."""
         return self.rows.lengths(column)
 
 
 def find_others(prompts: list[int]) -> list[int]:
-    """Return for each row the next one, from the end on to the first, of another prompt; the next one of all
-    where all are alike.
+    """For each row, the next row with another prompt, wrapping around at the end; the next row of all if all
+    prompts are equal.
     """
     count = len(prompts)
     others = [(i + 1) % count for i in range(count)]
@@ -63,14 +63,14 @@ def find_others(prompts: list[int]) -> list[int]:
 
 
 class KTOTrainer(Trainer):
-    """Moves a policy by the KTO loss."""
+    """Trains a policy by the KTO loss."""
 
     kind, columns = "kto", ("loss", "kl", "accuracy", "desirable_reward", "undesirable_reward")
     sides, trained_sides = SIDES, (ANSWER,)
     baseline: torch.Tensor  # scalar, of the step
 
     def compute_logprobs(self, batch: PackedBatch, *sides: str) -> torch.Tensor:
-        """Return `compute_answer_logprobs` of the policy as it is."""
+        """`compute_answer_logprobs` of the current policy."""
         layout = {"is_packed": self.is_packed, "shares_prompts": not self.args.no_share_prompts}
         return compute_answer_logprobs(self.engine, batch, sides or SIDES, **layout)
 
@@ -82,7 +82,8 @@ class KTOTrainer(Trainer):
 
     @torch.no_grad()
     def prepare(self, micro_batches: list[PackedBatch]) -> None:
-        """Find the step's baseline out: over the whole global batch, so no cut into micro-batches moves it.
+        """Compute the baseline of the step over the whole global batch, so that it does not depend on the cut
+        into micro-batches.
 
         Every rank must call this.
         """
@@ -95,7 +96,7 @@ class KTOTrainer(Trainer):
     def compute_losses(
         self, log_ratios: torch.Tensor, labels: torch.Tensor, kl: torch.Tensor
     ) -> torch.Tensor:
-        """Return `kto_loss` (N,) by the flags."""
+        """`kto_loss` (N,) with the flags."""
         args = self.args
         return kto_loss(
             log_ratios,
@@ -107,7 +108,7 @@ class KTOTrainer(Trainer):
         )
 
     def compute_sums(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, Stat]]:
-        """Return the losses of the answers, and their rewards, added up."""
+        """Losses of the responses and their rewards, summed."""
         (labels,) = to_device([batch.numbers("label")], distributed.device())
         log_ratios = self.compute_log_ratios(batch, ANSWER)
         losses = self.compute_losses(log_ratios, labels, self.baseline)
@@ -121,8 +122,8 @@ class KTOTrainer(Trainer):
         }
 
     def judge(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
-        """Return loss, KL, which share of answers is on its label's side of the KL, and rewards, over the
-        rows of all ranks. Every rank must call this.
+        """Loss, KL, accuracy (the fraction of responses on their label's side of the KL) and rewards, over
+        the rows of all ranks. Every rank must call this.
         """
         own = []
         for batch, is_real in batches:
@@ -140,6 +141,6 @@ class KTOTrainer(Trainer):
 
 
 def gather_rows(own: list[torch.Tensor]) -> torch.Tensor:
-    """Return the rows of all ranks, on the CPU. Every rank must call this."""
+    """Rows of all ranks, on the CPU. Every rank must call this."""
     parts = distributed.gather_objects([part.cpu() for part in own])
     return torch.cat([part for rank_parts in parts for part in rank_parts])

@@ -34,7 +34,7 @@ from step2_reward.reference import Reference
 
 
 def check_pooling(config: Any, args: RewardArguments, problems: Problems) -> None:
-    """Add a problem where --reward_pooling fits neither the loss nor the scores of the model's own head."""
+    """Add a problem if --reward_pooling does not fit the loss or the model's own score head."""
     problems.check(
         args.reward_pooling == "last" or args.loss != "token_wise",
         "--reward_pooling mean: --loss token_wise compares responses value by value and trains no mean; use "
@@ -49,7 +49,7 @@ def check_pooling(config: Any, args: RewardArguments, problems: Problems) -> Non
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Check everything, load, train, evaluate, export; `argv`: words in place of this process's."""
+    """Check the flags, load, train, evaluate, export. `argv` defaults to sys.argv[1:]."""
     start, data = single_model.begin(RewardArguments, 2, __doc__.splitlines()[0], argv, check_pooling)
     if data is None:
         return

@@ -19,10 +19,10 @@ from common.models.tensor_ops import wilson_interval
 def end_score_loss(
     chosen_scores: torch.Tensor, rejected_scores: torch.Tensor, margin: torch.Tensor | float = 0.0
 ) -> torch.Tensor:
-    """Return -log sigmoid(chosen - rejected - margin): (N,) fp32, finite for any finite scores.
+    """-log sigmoid(chosen - rejected - margin): (N,) fp32, finite for any finite scores.
 
-    Scores (N,); margin a number or (N,). Bradley-Terry, arXiv:2203.02155 eq. 1; margin, arXiv:2307.09288
-    eq. 2.
+    Scores (N,); margin a number or (N,). Bradley-Terry, arXiv:2203.02155 eq. 1; margin, arXiv:2307.09288 eq.
+    2.
     """
     return -F.logsigmoid(chosen_scores.float() - rejected_scores.float() - margin)
 
@@ -34,11 +34,12 @@ def token_wise_loss(
     rejected_lengths: torch.Tensor,
     divergence: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the mean of -log sigmoid(chosen - rejected) from the first difference to the longer one's end:
+    """Mean of -log sigmoid(chosen - rejected) from the first difference to the end of the longer sequence:
     (N,) fp32, 0 for identical pairs.
 
-    Values (N, T); lengths (N,) of prompt and answer; divergence (N,) of `first_difference`. After the shorter
-    answer its last real value is held: DeepSpeed-Chat, whose loss this is, reads values at padding there.
+    Values (N, T); lengths (N,) of prompt and response; divergence (N,) from `first_difference`. Beyond the
+    end of the shorter sequence its last real value is used; DeepSpeed-Chat, the source of this loss, uses
+    values at padding there.
     """
     positions = torch.arange(chosen_values.shape[1], device=chosen_values.device)  # (T,)
     differences = _hold_last(chosen_values, chosen_lengths) - _hold_last(rejected_values, rejected_lengths)
@@ -55,10 +56,9 @@ def first_difference(
     chosen_lengths: torch.Tensor,
     rejected_lengths: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the first position that differs: (N,) int64, the common length where the two are identical.
+    """First position that differs: (N,) int64; the common length if the two are identical.
 
-    ids (N, T), lengths (N,). Where one is the beginning of the other they differ at the end of the shorter
-    one.
+    ids (N, T), lengths (N,). If one is a prefix of the other they differ at the end of the shorter one.
     """
     positions = torch.arange(chosen_ids.shape[1], device=chosen_ids.device)
     is_chosen, is_rejected = positions < chosen_lengths[:, None], positions < rejected_lengths[:, None]
@@ -68,7 +68,7 @@ def first_difference(
 
 
 def center_penalty(chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> torch.Tensor:
-    """Return (chosen + rejected)^2: (N,) fp32. It keeps scores near 0, where a pair's loss does not care.
+    """(chosen + rejected)^2: (N,) fp32. Keeps scores near 0; the loss of a pair does not depend on their sum.
 
     Eisenstein et al. 2023, arXiv:2312.09244.
     """
@@ -76,7 +76,7 @@ def center_penalty(chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -
 
 
 class PairLosses(NamedTuple):
-    """What the model makes of each pair's two answers, and the loss of that."""
+    """Scores of the two responses of each pair, and the loss."""
 
     chosen: torch.Tensor  # (N,) fp32, a score, or DPO's reward: beta (log-probability - the reference's)
     rejected: torch.Tensor  # (N,) fp32
@@ -92,11 +92,11 @@ def dpo_loss(
     beta: float,
     label_smoothing: float = 0.0,
 ) -> PairLosses:
-    """Return -(1 - e) log sigmoid(z) - e log sigmoid(-z) of each pair, z the difference of its rewards.
+    """-(1 - e) log sigmoid(z) - e log sigmoid(-z) of each pair, where z is the difference of its rewards.
 
-    The reward of an answer is beta (log-probability under the policy - that under the reference); all four
-    (N,) fp32 are sums over an answer's tokens. Rafailov et al. 2023, arXiv:2305.18290 eq. 7; e, the share of
-    pairs taken to be labelled the wrong way round, is the conservative form of its authors.
+    The reward of a response is beta (log-probability under the policy - under the reference); all four (N,)
+    fp32 are sums over the tokens of a response. Rafailov et al. 2023, arXiv:2305.18290 eq. 7; e, the assumed
+    fraction of pairs with swapped labels, is the authors' conservative form.
     """
     sums = (chosen_logprobs, rejected_logprobs, reference_chosen_logprobs, reference_rejected_logprobs)
     # In bf16 a sum of -10.84 becomes -10.875, and a margin is a difference of such sums.
@@ -116,11 +116,12 @@ def ipo_loss(
     *,
     beta: float,
 ) -> PairLosses:
-    """Return (h - 1 / (2 beta))^2 of each pair, h the difference of its answers' log-ratios to the reference.
+    """(h - 1 / (2 beta))^2 of each pair, where h is the difference of its responses' log-ratios to the
+    reference.
 
-    All four (N,) fp32 are means over an answer's tokens. Azar et al. 2023, arXiv:2310.12036 eq. 17, where
-    beta is tau and the log-probabilities are sums: as TRL does, for a sum over a long answer reaches the
-    target 1 / (2 beta) by moving each token next to nothing, one over a short answer does not.
+    All four (N,) fp32 are means over the tokens of a response. Azar et al. 2023, arXiv:2310.12036 eq. 17,
+    where beta is tau and log-probabilities are sums. Means, as in TRL: a sum over a long response reaches the
+    target 1 / (2 beta) with tiny changes per token, one over a short response does not.
     """
     chosen_ratios = chosen_logprobs - reference_chosen_logprobs
     rejected_ratios = rejected_logprobs - reference_rejected_logprobs
@@ -137,11 +138,11 @@ def kto_loss(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> torch.Tensor:
-    """Return w (1 - sigmoid(beta (r - kl))) of each good answer, w (1 - sigmoid(beta (kl - r))) of each bad
-    one: (N,) fp32.
+    """w (1 - sigmoid(beta (r - kl))) of each good response, w (1 - sigmoid(beta (kl - r))) of each bad one:
+    (N,) fp32.
 
-    log_ratios r (N,) fp32: log-probability under the policy less that under the reference, sums over an
-    answer's tokens; labels (N,), 1 good and 0 bad; kl a scalar without gradient, see `kto_baseline`.
+    log_ratios r (N,) fp32: log-probability under the policy minus under the reference, summed over the tokens
+    of a response; labels (N,), 1 good and 0 bad; kl is a scalar without gradient, see `kto_baseline`.
     Ethayarajh et al. 2024, arXiv:2402.01306 eq. 8.
     """
     assert log_ratios.dtype == torch.float32 and not kl.requires_grad
@@ -151,17 +152,17 @@ def kto_loss(
 
 
 def kto_baseline(mismatched_log_ratios: torch.Tensor) -> torch.Tensor:
-    """Return the estimate of the policy's KL from the reference that KTO measures gains from: fp32 scalar, at
+    """Estimate of the KL from the reference to the policy, from which KTO measures gains: fp32 scalar, at
     least 0.
 
-    mismatched_log_ratios (N,): as `kto_loss`'s, of answers that belong to other prompts; of all ranks.
+    mismatched_log_ratios (N,): as in `kto_loss`, of responses that belong to other prompts; of all ranks.
     """
     return mismatched_log_ratios.double().mean().clamp(min=0).float()
 
 
 @torch.no_grad()
 def accuracy_figures(differences: torch.Tensor) -> dict[str, float]:
-    """Return the share of pairs ranked rightly, its 95 % interval (Wilson's), and the number of pairs.
+    """Fraction of pairs ranked correctly, its 95 % interval (Wilson), and the number of pairs.
 
     differences (N,): chosen minus rejected. Raises ValueError without pairs.
     """
@@ -172,11 +173,11 @@ def accuracy_figures(differences: torch.Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def expected_calibration_error(score_differences: torch.Tensor, bins: int = 10) -> torch.Tensor:
-    """Return sum over bins of (share of pairs) |accuracy - mean confidence|: fp32 scalar in [0, 1].
+    """Sum over bins of (fraction of pairs) |accuracy - mean confidence|: fp32 scalar in [0, 1].
 
-    score_differences (N,): chosen minus rejected, the log odds that the chosen answer is better. The
-    confidence is the probability of the answer it prefers, in [0.5, 1], cut into `bins` of equal width; a tie
-    counts half. Guo et al. 2017, arXiv:1706.04599 eq. 3. Raises ValueError without pairs.
+    score_differences (N,): chosen minus rejected, the log odds that the chosen response is better. The
+    confidence is the probability of the preferred response, in [0.5, 1], cut into `bins` of equal width; a
+    tie counts half. Guo et al. 2017, arXiv:1706.04599 eq. 3. Raises ValueError without pairs.
     """
     differences = score_differences.double()
     confidence = torch.sigmoid(differences.abs())
@@ -188,11 +189,11 @@ def expected_calibration_error(score_differences: torch.Tensor, bins: int = 10) 
 
 @torch.no_grad()
 def longer_share(differences: torch.Tensor, length_differences: torch.Tensor) -> torch.Tensor:
-    """Return the share of pairs that are won by the longer answer: fp32 scalar, 0.5 where none is longer.
+    """Fraction of pairs won by the longer response: fp32 scalar, 0.5 if no pair has a longer one.
 
-    Both (N,), of the same two answers: the difference of their scores (or 1 where the first is preferred),
-    and that of their lengths. A tie of scores counts half. The share by a model's scores above that by
-    people's choices tells how much more than people the model likes length.
+    Both (N,), of the same two responses: the difference of their scores (or 1 where the first is preferred),
+    and that of their lengths. A tie of scores counts half. The fraction by a model's scores minus that by
+    people's choices measures the model's length bias relative to the annotators'.
     """
     unequal = length_differences != 0
     if not unequal.any():
@@ -201,8 +202,7 @@ def longer_share(differences: torch.Tensor, length_differences: torch.Tensor) ->
 
 
 def wins(differences: torch.Tensor) -> torch.Tensor:
-    """Return 1 for a pair ranked rightly, 0 for one ranked wrongly, 1/2 for a tie, which says nothing either
-    way, NaN for NaN: (N,) fp64.
+    """1 for a pair ranked correctly, 0 for one ranked wrongly, 1/2 for a tie, NaN for NaN: (N,) fp64.
 
     differences (N,): chosen minus rejected. Raises ValueError without pairs.
     """
@@ -213,6 +213,6 @@ def wins(differences: torch.Tensor) -> torch.Tensor:
 
 
 def _hold_last(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return values (N, T) in fp32 with all after a row's length replaced by its last real one."""
+    """Values (N, T) in fp32, with everything after a row's length replaced by its last real value."""
     positions = torch.arange(values.shape[1], device=values.device)
     return values.float().gather(1, torch.minimum(positions, lengths[:, None] - 1).clamp(min=0))

@@ -37,7 +37,7 @@ from step2_reward.pair_math import (
 def compute_pair_losses(
     batch: PackedBatch, scores: PairScores, *, rank_loss: str, use_margin: bool
 ) -> torch.Tensor:
-    """Return the ranking loss (N,) of each pair."""
+    """Ranking loss (N,) of each pair."""
     device = scores.chosen.device
     if rank_loss == "end_score":
         (margin,) = to_device([batch.numbers("margin")], device) if use_margin else (0.0,)
@@ -58,11 +58,11 @@ def judge_pairs(
     *,
     what: str = "score",
 ) -> dict[str, float]:
-    """Return accuracy with its interval, margin, calibration and what length has to do with it, of the rows
-    of all ranks; the mean loss too where `compute` gives the losses.
+    """Accuracy with its interval, margin, calibration and length bias, over the rows of all ranks; also the
+    mean loss if `compute` returns losses.
 
-    `compute(batch)` gives scores (N,) of the chosen and of the rejected answers, and maybe losses (N,);
-    `what` is the scores' name. Every rank must call this.
+    `compute(batch)` returns scores (N,) of the chosen and of the rejected responses, and optionally losses
+    (N,); `what` is the name of the scores. Every rank must call this.
     """
     own = []
     for batch, is_real in batches:
@@ -89,7 +89,7 @@ def judge_pairs(
 
 
 class PairTrainer(Trainer):
-    """Moves an engine by the mean loss over the global batch's pairs."""
+    """Trains a model by the mean loss over the pairs of the global batch."""
 
     columns = ("loss", "accuracy", "margin", "learning_rate")
     what: str  # what the model gives an answer
@@ -97,7 +97,7 @@ class PairTrainer(Trainer):
 
     @property
     def layout(self) -> dict[str, bool]:
-        """How the answers of a pass stand, for `build_pair_inputs`."""
+        """Layout of the responses in a pass, for `build_pair_inputs`."""
         return {"is_packed": self.is_packed, "shares_prompts": not self.args.no_share_prompts}
 
     def compute_losses(self, batch: PackedBatch) -> PairLosses:
@@ -105,11 +105,11 @@ class PairTrainer(Trainer):
         raise NotImplementedError
 
     def count(self, batch: PackedBatch) -> float:
-        """Return the weights of the pairs, added up: prompts count alike, however many pairs they have."""
+        """Sum of the weights of the pairs: prompts count equally, however many pairs they have."""
         return float(batch.numbers("weight").sum())
 
     def compute_sums(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The losses of the pairs, with a mixture's router loss, and their ranking, added up by weight."""
+        """Losses of the pairs, with a mixture's router loss, and their ranking, summed by weight."""
         chosen, rejected, losses = self.compute_losses(batch)
         (weights,) = to_device([batch.numbers("weight")], losses.device)
         sums = {"accuracy": wins(chosen - rejected), "margin": chosen - rejected}
@@ -118,17 +118,17 @@ class PairTrainer(Trainer):
         return loss, more | {n: (values.detach() * weights).sum() for n, values in sums.items()}
 
     def judge(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
-        """Return `judge_pairs` with the mean loss. Every rank must call this."""
+        """`judge_pairs` with the mean loss. Every rank must call this."""
         return judge_pairs(self.compute_losses, batches, what=self.what)
 
 
 class RewardTrainer(PairTrainer):
-    """Moves a reward model by a ranking loss."""
+    """Trains a reward model by a ranking loss."""
 
     kind, what = "reward", "score"
 
     def compute_losses(self, batch: PackedBatch) -> PairLosses:
-        """Return the scores of each pair's answers, and the ranking loss, with --center_coef."""
+        """Scores of the responses of each pair, and the ranking loss with --center_coef."""
         args = self.args
         with_values = args.loss == "token_wise"
         scores = compute_pair_scores(self.engine, batch, with_values=with_values, **self.layout)
@@ -139,13 +139,13 @@ class RewardTrainer(PairTrainer):
 
 
 class DPOTrainer(PairTrainer):
-    """Moves a policy by the DPO or the IPO loss."""
+    """Trains a policy by the DPO or IPO loss."""
 
     kind, what = "dpo", "reward"
     sides = SIDES
 
     def compute_losses(self, batch: PackedBatch) -> PairLosses:
-        """Return the rewards of each pair's answers, and the loss."""
+        """Rewards of the responses of each pair, and the loss."""
         num_tokens = batch.interleave("chosen_ids", "rejected_ids")[1].flatten() - first_scored(
             batch
         )  # (2N,)
@@ -168,5 +168,5 @@ class DPOTrainer(PairTrainer):
         )
 
     def compute_logprobs(self, batch: PackedBatch) -> torch.Tensor:
-        """Return `compute_answer_logprobs` of the policy as it is."""
+        """`compute_answer_logprobs` of the current policy."""
         return compute_answer_logprobs(self.engine, batch, **self.layout)

@@ -17,10 +17,10 @@ from common.runs.saved_state import Stateful, TensorReader, TensorSlice
 
 
 class ReferencePairs(Dataset):
-    """Rows of pairs, each with its `reference_logprobs` (2,) fp32: of the chosen answer and the rejected one,
-    or of whatever two answers there are.
+    """Rows of pairs, each with its `reference_logprobs` (2,) fp32 of the chosen and the rejected response (or
+    of its two responses, whatever they are).
 
-    They are NaN until a Reference has computed them.
+    NaN until a Reference has computed them.
     """
 
     def __init__(self, pairs: Any) -> None:
@@ -34,14 +34,14 @@ class ReferencePairs(Dataset):
         return {**self.pairs[index], "reference_logprobs": self.logprobs[index]}
 
     def lengths(self, column: str) -> Any:
-        """Return the lengths of a column's rows."""
+        """Lengths of the rows of a column."""
         return self.pairs.lengths(column)
 
 
 class Reference(Stateful):
-    """What the policy said of the pairs before it learned anything.
+    """Log-probabilities of the pairs under the initial policy.
 
-    It is a part of a checkpoint, for weights that have moved cannot say it again.
+    They are saved in checkpoints, because the trained weights cannot reproduce them.
     """
 
     def __init__(self, train: Any, held_out: Any) -> None:
@@ -49,10 +49,10 @@ class Reference(Stateful):
 
     @watchdog.phase("the reference's log-probabilities")
     def compute(self, trainer: Any, rows: Sequence[int], *, is_begun: bool) -> None:
-        """Ask the policy of a trainer about the training `rows` and all held-out pairs, unless `is_begun`.
+        """Evaluate the policy of a trainer on the training `rows` and all held-out pairs, unless `is_begun`.
 
-        Every rank must call this. Raises ValueError when a run that is begun needs rows that nobody asked
-        about.
+        Every rank must call this. Raises ValueError if a run that `is_begun` needs rows that were not
+        evaluated.
         """
         train, held_out = self.pairs.values()
         missing = [row for row in rows if train.logprobs[row].isnan().any()]
@@ -68,22 +68,22 @@ class Reference(Stateful):
             compute_reference(trainer, held_out, range(len(held_out)))
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
-        """Give all of it on the first rank: every rank has the same."""
+        """All of it on the first rank; every rank has the same."""
         if distributed.is_main():
             for name, pairs in self.pairs.items():
                 yield TensorSlice(name, 0, pairs.logprobs.flatten())
 
     def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
-        """Take what was computed."""
+        """Load saved log-probabilities."""
         for name, pairs in self.pairs.items():
             pairs.logprobs = reader.read(name, 0, pairs.logprobs.numel()).view(-1, 2)
 
 
 @torch.no_grad()
 def compute_reference(trainer: Any, pairs: ReferencePairs, rows: Sequence[int]) -> None:
-    """Fill in the reference's log-probabilities of these rows by the policy as it is, as evaluation has it.
+    """Fill in the reference log-probabilities of these rows by the current policy in eval mode.
 
-    Every rank must call this, and each computes its share.
+    Every rank must call this. Each rank computes its share.
     """
     if not rows:
         return

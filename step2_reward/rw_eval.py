@@ -33,7 +33,7 @@ from step2_reward.pair_trainer import judge_pairs
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Check, load, score, print; `argv`: words in place of this process's."""
+    """Check the flags, load, score, print. `argv` defaults to sys.argv[1:]."""
     problems = Problems()
     args = parse_args(RewardEvalArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     import_plugins(args.plugins, problems)

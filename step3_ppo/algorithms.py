@@ -48,7 +48,7 @@ USUAL_ESTIMATORS = {"reward": "k1", "loss": "k3"}
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How advantages are made, and the defaults of the flags that are empty."""
+    """An advantage estimator, and its defaults for empty flags."""
 
     name: str
     add_advantages: AddAdvantages
@@ -68,9 +68,9 @@ find_algorithm = ALGORITHMS.find
 
 
 def fill_defaults(args: PPOArguments, algorithm: Algorithm) -> PPOArguments:
-    """Return `args` with the flags that are empty, and mean "as the algorithm, or the policy loss, does".
+    """`args` with empty flags set to the defaults of the algorithm or the policy loss.
 
-    Raises ValueError for a policy loss that there is not.
+    Raises ValueError for an unknown policy loss.
     """
     kl_in = algorithm.kl_in if "kl_in" in algorithm.ignores else args.kl_in or algorithm.kl_in
     loss = find_policy_loss(args.policy_loss)[0]
@@ -84,7 +84,7 @@ def fill_defaults(args: PPOArguments, algorithm: Algorithm) -> PPOArguments:
 
 
 def unused_flags(algorithm: Algorithm, given: set[str]) -> list[str]:
-    """Return those of the given flags, names without dashes, that the algorithm does not read, sorted."""
+    """Those of the given flags, names without dashes, that the algorithm does not read, sorted."""
     unused = set(algorithm.ignores)
     if not algorithm.needs_critic:
         unused |= {name for name in given if name.startswith(("critic_", "value_")) or name == "gae_lambda"}
@@ -101,13 +101,13 @@ def unused_flags(algorithm: Algorithm, given: set[str]) -> list[str]:
 
 
 def shaped_scores(batch: PackedBatch, args: PPOArguments) -> torch.Tensor:
-    """Return the scores (b,) fp32 as the flags of the score group leave them. Every rank must call this."""
+    """Scores (b,) fp32 after the shaping that the flags ask for. Every rank must call this."""
     numbers = (batch.numbers(key) for key in ("scores", "is_finished", "group_ids"))
     return _shape(args, *numbers, batch.lengths["response_ids"])
 
 
 def scores_with_greedy(batch: PackedBatch, args: PPOArguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `shaped_scores` and those of the greedy answers to the same prompts, (b,) fp32 each.
+    """`shaped_scores` and those of the greedy responses to the same prompts, (b,) fp32 each.
 
     They are whitened together. Every rank must call this.
     """
@@ -139,8 +139,8 @@ def step_mean(numbers: torch.Tensor) -> torch.Tensor:
 def token_rewards(
     batch: PackedBatch, scores: torch.Tensor, args: PPOArguments, kl_coef: float
 ) -> torch.Tensor:
-    """Return rewards (b, R) fp32: the score (b,) at the last token, KL taken off each that was sampled if it
-    goes there.
+    """Rewards (b, R) fp32: the score (b,) at the last token, minus the KL of each sampled token if the
+    penalty is in the reward.
     """
     kl = _kl_in_reward(batch, args)
     return kl_penalised_rewards(scores, kl, sampled_mask(batch), kl_coef=kl_coef)
@@ -149,9 +149,10 @@ def token_rewards(
 def compare_in_groups(
     batch: PackedBatch, args: PPOArguments, kl_coef: float
 ) -> tuple[torch.Tensor, torch.Tensor, GroupBaselines]:
-    """Return (`token_rewards`, their sums (b,) float64, what each response's group says of these sums).
+    """(`token_rewards`, their sums (b,) float64, group baselines of these sums).
 
-    A response is one action: its sum is the score, the KL of all its tokens taken off if it goes there.
+    A response is one action: its sum is the score, minus the KL of all its tokens if the penalty is in the
+    reward.
     """
     scores = shaped_scores(batch, args)
     kl = masked_sum(_kl_in_reward(batch, args), sampled_mask(batch), dim=1)
@@ -161,7 +162,7 @@ def compare_in_groups(
 
 
 def _kl_in_reward(batch: PackedBatch, args: PPOArguments) -> torch.Tensor:
-    """Return the KL estimate (b, R) that rewards pay for: zeros where the loss has the penalty."""
+    """KL estimate (b, R) in the rewards; zeros if the penalty is in the loss."""
     old_logprobs = tokens(batch, "old_logprobs")
     if args.kl_place != "reward":
         return torch.zeros_like(old_logprobs)
@@ -175,10 +176,10 @@ def with_advantages(
     advantages: torch.Tensor,
     **more: torch.Tensor,
 ) -> PackedBatch:
-    """Return the batch with rewards, advantages after `--adv_norm`, the tokens that losses count, and `more`.
+    """The batch with rewards, advantages after `--adv_norm`, the loss mask, and `more`.
 
-    All are (b, R); advantages are 0 for tokens that do not count. The statistics are those of the others: of
-    the whole step, or of each prompt's responses. Every rank must call this.
+    All are (b, R); advantages are 0 for tokens that do not count. Statistics are over the counting tokens of
+    the whole step or of each prompt's responses. Every rank must call this.
     """
     mask = tokens(batch, "loss_mask")
     if args.truncated == "mask":  # overlong filtering (DAPO, arXiv:2503.14476): the score counts in its group
@@ -203,7 +204,7 @@ def with_advantages(
 @register_algorithm("ppo", needs_critic=True, adv_norm="batch")
 @torch.no_grad()
 def add_ppo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> PackedBatch:
-    """Return the batch with KL-penalised rewards, generalised advantages and returns.
+    """The batch with KL-penalised rewards, generalised advantages and returns.
 
     PPO, arXiv:1707.06347; for language models arXiv:2203.02155. Values are in the units of the scores.
     """
@@ -226,7 +227,7 @@ def add_ppo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -
 )
 @torch.no_grad()
 def add_grpo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> PackedBatch:
-    """Return the batch with (score - group mean) / (group std + eps): DeepSeekMath, arXiv:2402.03300."""
+    """The batch with (score - group mean) / (group std + eps): DeepSeekMath, arXiv:2402.03300."""
     rewards, scores, group = compare_in_groups(batch, args, kl_coef)
     advantages = on_every_token((scores - group.mean) / (group.std + STD_EPSILON), batch)
     return with_advantages(batch, args, rewards, advantages)
@@ -237,10 +238,10 @@ def add_grpo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) 
 )
 @torch.no_grad()
 def add_dr_grpo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> PackedBatch:
-    """Return the batch with score - group mean.
+    """The batch with score - group mean.
 
-    Dr. GRPO, arXiv:2503.20783: the deviation favours prompts that are nearly solved or nearly hopeless, and
-    the mean over a response's tokens favours long wrong answers; both are left out.
+    Dr. GRPO, arXiv:2503.20783: dividing by the deviation favours prompts that are nearly solved or nearly
+    hopeless, and the mean over a response's tokens favours long wrong responses; both are left out.
     """
     rewards, scores, group = compare_in_groups(batch, args, kl_coef)
     advantages = on_every_token(scores - group.mean, batch)
@@ -250,7 +251,7 @@ def add_dr_grpo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: floa
 @register_algorithm("rloo", needs_group=True, ignores=("gamma", "gae_lambda"))
 @torch.no_grad()
 def add_rloo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> PackedBatch:
-    """Return the batch with score - mean of the others: Ahmadian et al. 2024, arXiv:2402.14740."""
+    """The batch with score - mean of the others: Ahmadian et al. 2024, arXiv:2402.14740."""
     rewards, scores, group = compare_in_groups(batch, args, kl_coef)
     advantages = on_every_token(scores - group.leave_one_out_mean, batch)
     return with_advantages(batch, args, rewards, advantages)
@@ -259,7 +260,7 @@ def add_rloo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) 
 @register_algorithm("reinforce++", adv_norm="batch", ignores=("gae_lambda",))
 @torch.no_grad()
 def add_reinforce_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> PackedBatch:
-    """Return the batch with the discounted rewards from each token on, normalised as `--adv_norm` says.
+    """The batch with discounted rewards to go, normalised by `--adv_norm`.
 
     REINFORCE++, arXiv:2501.03262.
     """
@@ -271,10 +272,10 @@ def add_reinforce_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: fl
 @register_algorithm("reinforce++-baseline", needs_group=True, adv_norm="batch", ignores=("gae_lambda",))
 @torch.no_grad()
 def add_reinforce_baseline_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> PackedBatch:
-    """Return the same after the group's mean was taken off each score.
+    """As `add_reinforce_advantages`, after subtracting the group mean from each score.
 
-    The normalisation stays that of the step, so a prompt whose scores hardly differ is not blown up.
-    REINFORCE++ with baseline, arXiv:2501.03262.
+    The normalisation is over the step, so prompts whose scores hardly differ are not amplified. REINFORCE++
+    with baseline, arXiv:2501.03262.
     """
     scores = shaped_scores(batch, args)
     group = group_baselines(scores, batch.numbers("group_ids"))
@@ -286,9 +287,9 @@ def add_reinforce_baseline_advantages(batch: PackedBatch, args: PPOArguments, kl
 @register_algorithm("remax", needs_greedy=True, ignores=("gae_lambda",))
 @torch.no_grad()
 def add_remax_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> PackedBatch:
-    """Return the batch with the discounted rewards from each token on, the greedy answer's score taken off.
+    """The batch with discounted rewards to go, minus the score of the greedy response.
 
-    ReMax, arXiv:2310.10505. The greedy answer to the same prompt is in no loss.
+    ReMax, arXiv:2310.10505. The greedy response to the same prompt is in no loss.
     """
     scores, greedy_scores = scores_with_greedy(batch, args)
     compared = token_rewards(batch, scores - greedy_scores, args, kl_coef)
@@ -303,11 +304,10 @@ def add_remax_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float)
 )
 @torch.no_grad()
 def add_distill_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> PackedBatch:
-    """Return the batch with the advantages of RLOO where there are rewards, else 0.
+    """The batch with the advantages of RLOO if there are rewards, else 0.
 
-    --distill_loss sampled adds weight x (log-probability under the teacher - under the actor) to those of
-    each token: it answers for its own divergence alone. K. Lu 2025, "On-Policy Distillation". The teacher is
-    the batch's reference.
+    --distill_loss sampled adds weight x (log-probability under the teacher - under the actor) to each token's
+    advantage. K. Lu 2025, "On-Policy Distillation". The teacher is the batch's reference.
     """
     scores = shaped_scores(batch, args) if "scores" in batch.data else torch.zeros(len(batch))
     group = group_baselines(scores, batch.numbers("group_ids"))

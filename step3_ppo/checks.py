@@ -41,20 +41,20 @@ MIN_REWARD_ACCURACY = 0.6  # held-out, below which a reward model is warned of
 
 @dataclass
 class PPOStart(Start):
-    """A command line of step 3, and what its checks find out."""
+    """The flags of step 3, and the results of its checks."""
 
     algorithm: Algorithm | None = None
     rewards: list[RewardSpec] = field(default_factory=list)
 
     def decode(self, token_ids: torch.Tensor) -> str:
-        """Return the text of token ids, without special tokens."""
+        """Text of token ids, without special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 def check_start_up(description: str, argv: Sequence[str] | None = None) -> PPOStart:
-    """Return the command line with the algorithm's defaults filled in, and what the run is made of.
+    """Parse and check the flags, fill in the algorithm's defaults, and return the result.
 
-    `argv` are its words, None for this process's. Leaves with all that is wrong. No model is loaded.
+    `argv` defaults to sys.argv[1:]. Prints all problems and exits if there are any. Loads no model.
     """
     start = startup.read_flags(PPOArguments, 3, description, argv, PPOStart)
     args, problems = start.args, start.problems
@@ -91,7 +91,7 @@ def check_start_up(description: str, argv: Sequence[str] | None = None) -> PPOSt
 
 
 def frozen_models(args: PPOArguments, rewards: list[RewardSpec]) -> dict[str, str]:
-    """The path of each model that is used as it was loaded, the base of adapters too, by its flag."""
+    """Path of each frozen model, the base of adapters included, by its flag."""
     paths = {f"--reward {s.kind}:{s.target}": s.target for s in rewards if s.kind in ("model", "classifier")}
     if args.teacher_model_name_or_path:
         paths["--teacher_model_name_or_path"] = args.teacher_model_name_or_path
@@ -104,7 +104,7 @@ def frozen_models(args: PPOArguments, rewards: list[RewardSpec]) -> dict[str, st
 
 
 def check_flags(args: PPOArguments, num_ranks: int, dtype: str, problems: Problems) -> None:
-    """Add what is wrong with flags that are each in their range, on so many ranks."""
+    """Add the problems of flags that conflict with each other or with the number of ranks."""
 
     def given(*names: str, by: str = " x ") -> str:
         return by.join(f"--{name} {getattr(args, name)}" for name in names)
@@ -170,7 +170,7 @@ def check_evaluation(
     problems: Problems,
     tokenizer: Any = None,
 ) -> None:
-    """Add the problems of the flags that judge a run, as far as they can be seen without its data."""
+    """Add the problems of the evaluation flags that can be found without data."""
     own = dataclasses.replace(options, data_path=args.eval_data_path, data_split="0,0,1", eval_fraction=0.0)
     for problem in check_sources(own, tokenizer) if args.eval_data_path else ():
         problems.add(problem.replace("--data_path", "--eval_data_path"))
@@ -195,7 +195,7 @@ def check_evaluation(
 
 
 def check_algorithm(args: PPOArguments, algorithm: Algorithm, problems: Problems) -> None:
-    """Add the problems of flags that the algorithm cannot do without, or cannot do with."""
+    """Add the problems of flags that the algorithm requires or does not support."""
     name, rounds = f"--algorithm {algorithm.name}", args.dynamic_sampling_rounds
     compares_responses = {
         name: algorithm.needs_group,
@@ -221,7 +221,7 @@ def check_algorithm(args: PPOArguments, algorithm: Algorithm, problems: Problems
 
 
 def check_teacher(args: PPOArguments, algorithm: Algorithm, problems: Problems) -> None:
-    """Add the problems of flags that go with a teacher, or do not."""
+    """Add the problems of flags that require a teacher or do not support one."""
     name, teacher = f"--algorithm {algorithm.name}", args.teacher_model_name_or_path
     if not algorithm.needs_teacher:
         problems.check(
@@ -256,8 +256,8 @@ def check_teacher(args: PPOArguments, algorithm: Algorithm, problems: Problems) 
 
 
 def find_rewards(args: PPOArguments, algorithm: Algorithm | None, problems: Problems) -> list[RewardSpec]:
-    """Return where scores come from: --environment, --reward, or without them the reward model, which is the
-    critic's by default; [] where a teacher takes their place.
+    """The rewards: --environment, --reward, or without them the reward model, by default the critic's model;
+    [] if a teacher replaces them.
     """
     path = args.critic_model_name_or_path
     with problems.catch():
@@ -287,8 +287,8 @@ def find_rewards(args: PPOArguments, algorithm: Algorithm | None, problems: Prob
 
 
 def doubts_about_rewards(args: PPOArguments, rewards: list[RewardSpec]) -> list[str]:
-    """Return a warning for each reward model that may have ranked too few held-out pairs rightly, or that was
-    trained on dialogues of another form.
+    """A warning for each reward model whose held-out accuracy may be too low, or that was trained on another
+    conversation format.
     """
     lines = []
     for path in dict.fromkeys(spec.target for spec in rewards if spec.kind == "model"):
@@ -313,7 +313,7 @@ def doubts_about_rewards(args: PPOArguments, rewards: list[RewardSpec]) -> list[
 def check_models(
     args: PPOArguments, algorithm: Algorithm | None, rewards: list[RewardSpec], problems: Problems
 ) -> Any:
-    """Return the actor's tokenizer, or None after adding what is wrong with one of the models."""
+    """Check the models; return the actor's tokenizer, or None if a model has a problem."""
     prompt, answer = args.max_prompt_seq_len, args.max_answer_seq_len
     lengths = f"--max_prompt_seq_len {prompt} + --max_answer_seq_len {answer}"
     critic = args.critic_model_name_or_path if algorithm is None or algorithm.needs_critic else ""
@@ -368,7 +368,7 @@ def check_models(
 
 
 def check_generation(args: PPOArguments, config: Any, problems: Problems) -> None:
-    """Add a problem where the way that the actor would generate in is wrong for its family."""
+    """Add a problem if the actor's family does not generate correctly in the way that the flags ask for."""
     probe = partial(why_not_generated, config, trusts_code=args.trust_remote_code)
     is_hybrid = args.enable_hybrid_engine
     reason = probe(by_transformers=not is_hybrid)
@@ -382,7 +382,7 @@ def check_generation(args: PPOArguments, config: Any, problems: Problems) -> Non
 
 
 def check_cuts(args: PPOArguments, config: Any, problems: Problems) -> None:
-    """Add what is wrong with cutting the actor, of this configuration, for the hybrid engine."""
+    """Add a problem if the hybrid engine cannot cut an actor of this configuration."""
     tp_size = args.inference_tp_size
     if args.enable_hybrid_engine and tp_size > 1 and distributed.world_size() % tp_size == 0:
         # Without a plan it generates with 1, and says so.

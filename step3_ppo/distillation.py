@@ -14,7 +14,7 @@ FORMS = {"reverse_kl": REVERSE_KL, "forward_kl": FORWARD_KL, "jsd:BETA": None, "
 
 @dataclass(frozen=True)
 class DistillLoss:
-    """The divergence from the teacher that the actor's loss has, by which weight."""
+    """Divergence from the teacher in the actor's loss, and its weight."""
 
     weight: float
     beta: float | None  # of `common.models.divergence`, over the vocabulary; None: of the sampled token

@@ -44,12 +44,11 @@ Judged = dict[str, list]  # what became of the prompts at one time, see `judge`;
 def choose_prompts(
     args: PPOArguments, options: DataOptions, data: StageData, template: Template
 ) -> tuple[list[dict[str, Any]], str]:
-    """Return at most --eval_prompts held-out rows of `build_data`, by the seed, and a line about them.
+    """At most --eval_prompts held-out rows of `build_data`, chosen by the seed, and a line about them.
 
-    No prompt is there twice, or in the training part. Every rank must call this.
+    No prompt occurs twice, or in the training data. Every rank must call this.
 
-    Raises:
-        ValueError: a flag asks for an evaluation, and nothing is held out.
+    Raises ValueError if a flag asks for an evaluation but nothing is held out.
     """
     if not args.eval_prompts:
         return [], ""
@@ -83,10 +82,10 @@ def choose_prompts(
 
 
 def judge(batch: PackedBatch, scores: torch.Tensor) -> Judged:
-    """Return {"scores", "answers"}: the scores with the digests of the answers' tokens, in the order of the
-    sample ids, of all ranks: all that a comparison needs, as JSON can hold it.
+    """{"scores", "answers"} of all ranks in the order of the sample ids: scores and digests of the responses'
+    tokens. JSON can hold it, and a comparison needs no more.
 
-    scores (b,), NaN, in the result None, for an answer that has none. Every rank must call this.
+    scores (b,); NaN, None in the result, for a response without a score. Every rank must call this.
     """
     tokens = (ids.tolist() for ids in batch.sequences("response_ids"))
     digests = [hashlib.blake2b(str(ids).encode(), digest_size=8).hexdigest() for ids in tokens]
@@ -99,10 +98,10 @@ def judge(batch: PackedBatch, scores: torch.Tensor) -> Judged:
 
 
 def compare(current: Judged, before: Judged) -> dict[str, float]:
-    """Return the share of prompts on which `current` has the higher score, and its 95 % interval (Wilson).
+    """Fraction of prompts on which `current` has the higher score, and its 95 % interval (Wilson).
 
-    A tie counts half. The same answer ties whatever it scored: in other company it is scored in another
-    micro-batch, and rounded otherwise. An answer without a score ties with any.
+    A tie counts half. Identical responses tie whatever their scores, because rounding depends on the
+    micro-batch. A response without a score ties with any other.
     """
     wins = 0.0
     for score, answer, old_score, old_answer in zip(
@@ -114,7 +113,7 @@ def compare(current: Judged, before: Judged) -> dict[str, float]:
 
 
 def win_rate(name: str, wins: float, num_prompts: int) -> dict[str, float]:
-    """Return the rate and its 95 % interval (Wilson), under the names of the log; {} without a prompt."""
+    """The rate and its 95 % interval (Wilson), by log name; {} without prompts."""
     if not num_prompts:
         return {}
     rate, key = wilson_interval(wins, num_prompts), f"eval/win_rate{name}"
@@ -122,7 +121,7 @@ def win_rate(name: str, wins: float, num_prompts: int) -> dict[str, float]:
 
 
 def measure(batch: PackedBatch, checks: Sequence[str]) -> dict[str, float]:
-    """Return the means of scored answers; `checks` are the rewards that all have to be above 0 for a pass.
+    """Means of scored responses; `checks` are the rewards that must all be above 0 to pass.
 
     Every rank must call this.
     """
@@ -150,7 +149,7 @@ def measure(batch: PackedBatch, checks: Sequence[str]) -> dict[str, float]:
 
 
 class Evaluation:
-    """Answers the same prompts now and then."""
+    """Periodic evaluation on a fixed set of held-out prompts."""
 
     def __init__(
         self,
@@ -171,7 +170,7 @@ class Evaluation:
         self.prompts = hashlib.sha256(token_ids.encode()).hexdigest()  # a resumed run must have the same
 
     def is_due(self, step: int, num_steps: int) -> bool:
-        """Return whether the prompts are to be judged after this step; 0 is before the first.
+        """Whether an evaluation is due after this step (0: before training).
 
         Every rank must call this.
         """
@@ -179,10 +178,9 @@ class Evaluation:
 
     @kept_random_numbers()
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return the numbers of the answers that the policy gives after a step.
+        """Metrics of the responses of the current policy.
 
-        Nothing of the training changes by it. Every rank must call this. Raises StepRefused where a reward
-        fails.
+        Training is not affected. Every rank must call this. Raises StepRefused if a reward fails.
         """
         batch, scores = self._answer(step), self.rollout.scores
         has_score = scores.counts(batch)
@@ -204,10 +202,10 @@ class Evaluation:
         return metrics
 
     def _compare_by_judges(self, batch: PackedBatch) -> dict[str, float]:
-        """Return each judge's `eval/win_rate_NAME` of the answers against those before training.
+        """Each judge's `eval/win_rate_NAME` of the responses against those before training.
 
-        A win is one in both orders, a loss too; all else counts half. A pair on which a judge fails counts
-        nowhere, where failures are borne. Every rank must call this. Raises StepRefused.
+        A win or a loss is one in both orders; everything else counts half. A pair on which a judge fails is
+        not counted if failures are tolerated. Every rank must call this. Raises StepRefused.
         """
         scores = self.rollout.scores
         texts = [scores.decode(ids) for ids in batch.sequences("response_ids")]
@@ -224,9 +222,9 @@ class Evaluation:
         return metrics
 
     def _answer(self, step: int) -> PackedBatch:
-        """Return this rank's answers to the prompts, with log-probabilities and scores.
+        """This rank's responses to the prompts, with log-probabilities and scores.
 
-        A prompt has the same number, and so the same answer, for any number of ranks.
+        A prompt has the same number, and so the same response, for any number of ranks.
         """
         most = -(-len(self.rows) // distributed.world_size())
         size = min(self.args.per_device_generation_batch_size, most)
@@ -239,13 +237,13 @@ class Evaluation:
         return scored.select([row for row, number in enumerate(scored.ids) if number < end])
 
     def _show(self, step: int, batch: PackedBatch) -> None:
-        """Write the answers to the first prompts to samples.jsonl. Every rank must call this."""
+        """Write the responses to the first prompts to samples.jsonl. Every rank must call this."""
         ids = range(FIRST_NUMBER, FIRST_NUMBER + min(NUM_SHOWN, len(self.rows)))
         for row in response_rows(batch, ids, self.rollout.scores.decode):
             self.logger.sample(step, **row, is_fixed=True)
 
     def is_best(self, metrics: dict[str, float]) -> bool:
-        """Return whether an evaluation's --keep_best number is above the best one so far."""
+        """Whether the --keep_best metric of an evaluation exceeds the best so far."""
         name = self.args.keep_best
         highest = self.best["value"] if self.best.get("metric") == name else -math.inf
         return name in metrics and metrics[name] > highest

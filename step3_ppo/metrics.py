@@ -19,8 +19,8 @@ from step3_ppo.rollout_batch import exchange_rows, gather_numbers, response_mask
 
 
 def gather_responses(batch: PackedBatch, **more: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return numbers (B,) of all ranks' responses: scores, also of each reward, kl (k1, nats), lengths,
-    is_finished, and `more` (b,) of this rank's. Every rank must call this.
+    """Numbers (B,) of all ranks' responses: scores, also of each reward, kl (k1, nats), lengths, is_finished,
+    and `more` (b,) of this rank. Every rank must call this.
     """
     difference = tokens(batch, "old_logprobs") - tokens(batch, "ref_logprobs")
     return gather_numbers(
@@ -34,9 +34,9 @@ def gather_responses(batch: PackedBatch, **more: torch.Tensor) -> dict[str, torc
 
 
 def summarise(batch: PackedBatch) -> dict[str, float]:
-    """Return the means of a batch with rewards; `objective/kl` is in nats a response (k1).
+    """Means over a batch with rewards; `objective/kl` is in nats per response (k1).
 
-    What is of scores is left out where there are none. Every rank must call this.
+    Without scores their metrics are left out. Every rank must call this.
     """
     rewards = masked_sum(tokens(batch, "rewards"), response_mask(batch), dim=1)
     gathered = gather_responses(batch, rewards=rewards)
@@ -64,9 +64,9 @@ def summarise(batch: PackedBatch) -> dict[str, float]:
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
-    """Return 1 - Var(returns - values) / Var(returns) over the tokens (N) of all ranks: at most 1.
+    """1 - Var(returns - values) / Var(returns) over the tokens (N) of all ranks: at most 1.
 
-    1 is a perfect critic, 0 one that knows only the mean; 0 also where the returns do not vary. Every rank
+    1 for a perfect critic, 0 for one that knows only the mean; 0 also if the returns do not vary. Every rank
     must call this.
     """
     numbers = torch.stack([returns.double(), returns.double() - values.double()])  # (2, N)
@@ -77,9 +77,9 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
 
 
 def summarise_scores(batch: PackedBatch, scores: Scorer) -> dict[str, float]:
-    """Return the mean of each of several rewards, and how far each goes along with what is maximised.
+    """Per-reward means and their correlation with the total score.
 
-    Where failures are borne, the share of responses without a score too. Every rank must call this.
+    If failures are tolerated, also the fraction of responses without a score. Every rank must call this.
     """
     keys = [key for key in batch.data if key.startswith(PREFIX)]
     if len(keys) < 2 and not scores.bears_failures:
@@ -104,9 +104,9 @@ def summarise_scores(batch: PackedBatch, scores: Scorer) -> dict[str, float]:
 
 
 def summarise_turns(batch: PackedBatch) -> dict[str, float]:
-    """Return the mean of the turns that an environment was shown, and how many conversations failed.
+    """Mean number of turns with the environment, and the number of failed conversations; {} without one.
 
-    Without an environment nothing. Every rank must call this.
+    Every rank must call this.
     """
     if NUM_TURNS not in batch.data:
         return {}
@@ -119,7 +119,8 @@ def summarise_turns(batch: PackedBatch) -> dict[str, float]:
 
 
 def distinct_ngrams(sequences: Sequence[torch.Tensor], n: int) -> float:
-    """Return different n-grams by all n-grams of all responses: 1 when none comes twice, 0 without any.
+    """Number of different n-grams divided by the number of n-grams, over all responses: 1 if none repeats, 0
+    without n-grams.
 
     Li et al. 2016, arXiv:1510.03055. Every rank must call this.
     """
@@ -140,11 +141,11 @@ def distinct_ngrams(sequences: Sequence[torch.Tensor], n: int) -> float:
 def response_rows(
     batch: PackedBatch, ids: Sequence[int], decode: Callable[[torch.Tensor], str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the responses with these sample ids as samples.jsonl and rollouts.jsonl.gz have them, as far as
-    the batch knows them: on the first rank, on others none. Every rank must use this.
+    """Yield the responses with these sample ids as rows of samples.jsonl and rollouts.jsonl.gz, with the
+    fields that the batch has; on the first rank only. Every rank must iterate.
 
-    `kl` is in nats a response (k1), `version` counts the PPO steps of the policy that gave it, and
-    `advantage_sum` is the sum of its tokens' advantages.
+    `kl` is in nats per response (k1), `version` is the number of PPO steps of the sampling policy, and
+    `advantage_sum` is the sum over its tokens.
     """
     scores = [key for key in batch.data if key == "scores" or key.startswith(PREFIX)]
     batch = exchange_rows(batch, [ids, *[()] * (distributed.world_size() - 1)])

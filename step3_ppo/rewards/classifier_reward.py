@@ -43,12 +43,12 @@ class ClassifierReward(TextReward):
         self.pad_id, self.rows_per_pass = (own_pad_id, args.reward_batch_size) if has_pad else (0, 1)
 
     def score(self, answers: Answers) -> list[float]:
-        """See `TextReward.score`; all answers are one batch, which is cut by length."""
+        """See `TextReward.score`; all responses form one batch, which is cut by length."""
         return self._score(answers)
 
     @torch.no_grad()
     def ask(self, batch: Answers) -> Checked:
-        """See `TextReward.ask`; the text is the prompt and the response, one behind the other."""
+        """See `TextReward.ask`; the text is the prompt followed by the response."""
         texts = [prompt + response for prompt, response in zip(batch.prompts, batch.responses, strict=True)]
         limit = {"truncation": True, "max_length": self.max_tokens} if self.max_tokens else {}
         rows = self.tokenizer(texts, **limit)["input_ids"]
@@ -63,13 +63,12 @@ class ClassifierReward(TextReward):
 
 
 def load_parts(target: str, *, trust_remote_code: bool = False) -> tuple[str, Any, int]:
-    """Return path, tokenizer and the label's index among the logits, of `PATH[:LABEL]`; no weights are read.
+    """Path, tokenizer and index of the label among the logits, from `PATH[:LABEL]`; reads no weights.
 
-    A path that exists is never cut. Without a label it is the last one.
+    An existing path is never split. The default label is the last one.
 
-    Raises:
-        ValueError: there is no model, no tokenizer, no such label (those that there are are listed), or no
-            trained head: transformers would make a random one.
+    Raises ValueError if there is no model, no tokenizer, no such label (the message lists the labels), or no
+    trained head (transformers would initialise a random one).
     """
     flag = f"--reward classifier:{target}"
     path, colon, label = target.rpartition(":")
@@ -113,7 +112,7 @@ def load_parts(target: str, *, trust_remote_code: bool = False) -> tuple[str, An
 
 
 def _max_tokens(model: Any, tokenizer: Any) -> int | None:
-    """Return how many tokens the model reads at most, None where nothing limits it (ALiBi)."""
+    """Maximum number of tokens that the model reads; None without a limit (ALiBi)."""
     config = model.config.get_text_config()
     num_positions = getattr(config, "max_position_embeddings", None)
     if num_positions and any(hasattr(m, "create_position_ids_from_input_ids") for m in model.modules()):

@@ -79,7 +79,7 @@ class FunctionReward(TextReward):
 
 
 class Worker:
-    """A process that calls the function; after it hung or died, another one for the next batch."""
+    """A process that calls the function; replaced for the next batch if it hangs or dies."""
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -121,15 +121,15 @@ class Worker:
         return answer
 
     def end(self) -> int:
-        """End the process, and return its exit code; who waits for its answer is told that it died."""
+        """End the process and return its exit code; a waiting caller is told that it died."""
         self._process.kill()  # nothing, to a process that has died
         return self._process.wait()
 
 
 def import_function(target: str) -> Callable[..., Any]:
-    """Return the function that `MODULE:NAME` names; the working directory is searched last.
+    """The function that `MODULE:NAME` names; the working directory is searched last.
 
-    Raises ValueError: it cannot be imported, is no function, or cannot take (prompts, responses, rows).
+    Raises ValueError if it cannot be imported, is not a function, or cannot take (prompts, responses, rows).
     """
     flag = f"--reward function:{target}"
     module_name, _, name = target.partition(":")
@@ -150,7 +150,7 @@ def import_function(target: str) -> Callable[..., Any]:
 
 
 def call(function: Callable[..., Any], batch: Answers) -> Checked:
-    """Return the scores that a function gives a batch, an `async def` in a loop of its own.
+    """Scores of a batch by a function; an `async def` runs in its own event loop.
 
     Raises RaisedError.
     """
@@ -169,10 +169,11 @@ def call(function: Callable[..., Any], batch: Answers) -> Checked:
 
 
 def serve(connection: Connection, target: str) -> None:
-    """Say that the function is ready, answer a batch by its scores or a RaisedError; again, until killed.
+    """Report that the function is ready and answer a batch with its scores or a RaisedError; repeat until
+    killed.
 
-    Nothing of the run is imported: the process is ready soon, and never sees a GPU unless the function does.
-    The function runs in the main thread: some libraries need that for their time limits.
+    Nothing of the run is imported, so the process starts quickly and sees no GPU unless the function uses
+    one. The function runs in the main thread, which some libraries need for their time limits.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the program's, which ends this process
     asked: queue.SimpleQueue[Answers] = queue.SimpleQueue()
@@ -191,7 +192,7 @@ def serve(connection: Connection, target: str) -> None:
 
 
 def _read(connection: Connection, asked: queue.SimpleQueue) -> None:
-    """Read what is asked; leave when the program is gone, even killed, and even while the function hangs."""
+    """Read requests; exit when the program has ended, even if it was killed or the function hangs."""
     try:
         while True:
             asked.put(connection.recv())

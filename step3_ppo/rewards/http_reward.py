@@ -33,12 +33,12 @@ _EXPECTED = 'a server must answer {"scores": [...]} with one number for each res
 
 
 class JsonClient:
-    """Asks a server by JSON. What may pass by itself (no connection, no answer in time, too many requests, a
-    status from 500 on) is tried again.
+    """A JSON client. Retries failures that may be temporary: no connection, a timeout, too many requests, a
+    status of 500 or above.
     """
 
     def __init__(self, url: str, timeout_seconds: float, variable: str, token: str) -> None:
-        """`token`, of the environment's `variable`, goes with every request; nothing is sent yet."""
+        """`token` (from the environment's `variable`) is sent with every request; nothing is sent yet."""
         self.url, self.timeout_seconds, self.variable = url, timeout_seconds, variable
         # No compressed answers: a small one could unfold into a large one.
         headers = {"accept-encoding": "identity", "content-type": "application/json"}
@@ -53,9 +53,9 @@ class JsonClient:
         }
 
     def ask(self, content: Any, *, path: str = "", max_bytes: int = _ANSWER_BYTES) -> str:
-        """Return the text of the answer to a POST at the address and `path`, or to a GET for None.
+        """Text of the response to a POST at the address and `path`, or to a GET if the content is None.
 
-        Raises RewardError: some tries failed, the status is no answer, or it has more than `max_bytes`.
+        Raises RewardError if all tries fail, the status is an error, or the response exceeds `max_bytes`.
         """
         failure = ""
         for attempt in range(NUM_TRIES):
@@ -80,10 +80,10 @@ class JsonClient:
         )
 
     async def _send(self, content: Any, path: str, max_bytes: int) -> tuple[int, str, str]:
-        """Status, redirect address and text of the answer.
+        """Status, redirect address and text of the response.
 
-        Raises TimeoutError: connecting, sending and reading together took longer than the limit, whatever
-        the server sends meanwhile; httpx.RequestError; RewardError: the answer has more than `max_bytes`.
+        Raises TimeoutError if connecting, sending and reading together take longer than the limit, whatever
+        the server sends; httpx.RequestError; RewardError if the response exceeds `max_bytes`.
         """
         data = bytearray()
         # httpx's own JSON refuses a NaN, or half of an emoji, of a row.
@@ -112,12 +112,12 @@ class HttpReward(TextReward):
     """A reward from a server."""
 
     def __init__(self, url: str, args: Any) -> None:
-        """Nothing is sent yet. Raises ValueError when the environment's token is none."""
+        """Nothing is sent yet. Raises ValueError if the token in the environment is invalid."""
         super().__init__(url, args, num_threads=MAX_CONNECTIONS)
         self._client = JsonClient(url, args.reward_timeout_seconds, CLIENT_VARIABLE, client_token())
 
     def ask(self, batch: Answers) -> Checked:
-        """See `TextReward.ask`; some tries are made."""
+        """See `TextReward.ask`; failed requests are retried."""
         content = {"prompts": batch.prompts, "responses": batch.responses, "rows": batch.rows}
         max_bytes = _ANSWER_BYTES + _SCORE_BYTES * len(batch)
         return checked_scores(_read_scores(self._client.ask(content, max_bytes=max_bytes)), batch)

@@ -40,7 +40,7 @@ _HEAD = ("range", "pattern", "max_tokens")
 
 @dataclass(frozen=True)
 class JudgeTemplate:
-    """What a judge is asked, and how its reply is read."""
+    """The questions to a judge, and the parsing of its replies."""
 
     score: str  # with {prompt} and {answer}
     pair: str  # with {prompt}, {first} and {second}
@@ -50,7 +50,7 @@ class JudgeTemplate:
     max_tokens: int = 0  # of a reply; 0: the server's limit
 
     def read_score(self, reply: str) -> float:
-        """Return the score of a reply, clipped to the range. Raises RewardError where there is none."""
+        """Score in a reply, clipped to the range. Raises RewardError if there is none."""
         numbers = self.pattern.findall(reply)
         number = read_number(numbers[-1]) if numbers else None
         if number is None:
@@ -62,9 +62,9 @@ class JudgeTemplate:
 
 
 def read_verdict(reply: str) -> int:
-    """Return 1 where the first of two answers is preferred, -1 for the second, 0 for a tie.
+    """1 if the first of two responses is preferred, -1 for the second, 0 for a tie.
 
-    It is the last [[A]], [[B]] or [[C]] of the reply. Raises RewardError where there is none.
+    Reads the last [[A]], [[B]] or [[C]] of the reply. Raises RewardError if there is none.
     """
     verdicts = re.findall(r"\[\[([ABC])\]\]", reply)
     if not verdicts:
@@ -75,18 +75,18 @@ def read_verdict(reply: str) -> int:
 
 
 def fill(template: str, **texts: str) -> str:
-    """Return a template with the texts in the places of their names; what a text holds is not filled in."""
+    """The template with the texts inserted for their names; placeholders within a text are left alone."""
     return re.sub(r"\{(\w+)\}", lambda match: texts.get(match[1], match[0]), template)
 
 
 def read_template(path: str) -> JudgeTemplate:
-    """Return the template of a file, the project's own for "".
+    """The template in a file, the built-in one for "".
 
-    Lines NAME: VALUE (`range: LOW HIGH`, and if wanted `pattern: REGULAR_EXPRESSION`, `max_tokens: N`), then
-    the line "--- score" and the question, and if wanted "--- pair" and the question about two answers, which
-    is the project's own otherwise.
+    Lines NAME: VALUE (`range: LOW HIGH`, optionally `pattern: REGULAR_EXPRESSION`, `max_tokens: N`), then the
+    line "--- score" and the question, and optionally "--- pair" and the question about two responses, by
+    default the built-in one.
 
-    Raises ValueError: no such file, or what is wrong with it.
+    Raises ValueError if the file does not exist or is invalid.
     """
     where = f"--reward judge:...#{path}"
     try:
@@ -110,7 +110,7 @@ def read_template(path: str) -> JudgeTemplate:
 
 
 def _read_head(head: str, where: str) -> dict[str, Any]:
-    """Return the head's values as `JudgeTemplate` has them. Raises ValueError."""
+    """Values of the head as fields of `JudgeTemplate`. Raises ValueError."""
     lines = (line.partition(":") for line in head.splitlines() if line.strip())
     given = {name.strip(): value.strip() for name, _, value in lines}
     if unknown := given.keys() - set(_HEAD):
@@ -140,9 +140,9 @@ def _read_head(head: str, where: str) -> dict[str, Any]:
 
 
 def split_target(target: str) -> tuple[str, str, str]:
-    """Return address, model ("" for the server's only one), template file of `URL[:MODEL][#TEMPLATE_FILE]`.
+    """Address, model ("" for the server's only one) and template file of `URL[:MODEL][#TEMPLATE_FILE]`.
 
-    Raises ValueError where there is no http address; a model stands behind the address's path.
+    Raises ValueError without an http address; a model follows the path of the address.
     """
     place, _, path = target.partition("#")
     match = re.fullmatch(r"(https?://[^/\s]+(?:/[^:\s]*)?)(?::(\S+))?", place)
@@ -155,7 +155,7 @@ def split_target(target: str) -> tuple[str, str, str]:
 
 
 class JudgeReward(TextReward):
-    """A reward from a language model that is asked about each answer on its own."""
+    """A reward from an LLM that is asked about each response separately."""
 
     def __init__(self, target: str, args: Any) -> None:
         """Read the template; nothing is sent yet. Raises ValueError, see `read_template`, `judge_token`."""
@@ -168,7 +168,7 @@ class JudgeReward(TextReward):
         self._lock = threading.Lock()
 
     def score(self, answers: Answers) -> list[float]:
-        """See `TextReward.score`; equal answers to a prompt are one question."""
+        """See `TextReward.score`; equal responses to a prompt are one question."""
         ones = list(answers.batches(1))
         questions = [self._question_about(one) for one in ones]
         unique = dict(zip(questions, ones, strict=True))
@@ -177,15 +177,14 @@ class JudgeReward(TextReward):
         return [score for question in questions for score in scores[question]]
 
     def ask(self, batch: Answers) -> Checked:
-        """See `TextReward.ask`; the batch is one answer."""
+        """See `TextReward.ask`; the batch is one response."""
         return checked_scores([self._judge(self._question_about(batch), self.template.read_score)], batch)
 
     def prefer(self, prompts: Sequence[str], responses: Sequence[str], others: Sequence[str]) -> list[float]:
         """Preference for each response: 1 if the judge prefers it in both orders, 0 if the other, else 0.5.
 
-        NaN for a failure that --reward_on_error tolerates.
-
-        Equal answers tie unasked. Raises RewardError.
+        NaN for a failure that --reward_on_error tolerates. Equal responses tie without a question. Raises
+        RewardError.
         """
         return list(self._side_by_side(self._prefer, prompts, responses, others))
 
@@ -233,7 +232,7 @@ class JudgeReward(TextReward):
         return value
 
     def _find_model(self) -> str:
-        """Return the model's name, of the server where the flag has none. Raises RewardError."""
+        """Name of the model; asks the server if the flag has none. Raises RewardError."""
         with self._lock:
             if not self._model:
                 answer = self._client.ask(None, path="/models")
@@ -257,7 +256,7 @@ class JudgeReward(TextReward):
 
 
 def _read_reply(text: str) -> tuple[str, dict[str, int]]:
-    """Return a chat completion's text, and the tokens of prompt and reply that it tells.
+    """Text of a chat completion, and its numbers of prompt and reply tokens.
 
     Raises RewardError.
     """

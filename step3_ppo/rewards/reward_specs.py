@@ -40,11 +40,10 @@ class RewardSpec:
 
 
 def parse_rewards(texts: Sequence[str], *, has_teacher: bool = False) -> list[RewardSpec]:
-    """Return the rewards that `--reward` names, each under a name of its own; [] for none. Numbers are none.
+    """The rewards in `--reward`, with unique names; [] without any. Constants are not included.
 
-    Raises:
-        ValueError: an entry is of no known form (see `parse_reward`), or nothing has a weight and there is no
-            teacher to learn from.
+    Raises ValueError if an entry is invalid (see `parse_reward`), or if no reward has a weight and there is
+    no teacher.
     """
     specs: list[RewardSpec] = []
     for text in (text for text in texts if read_number(text) is None):
@@ -58,16 +57,15 @@ def parse_rewards(texts: Sequence[str], *, has_teacher: bool = False) -> list[Re
 
 
 def reward_bias(texts: Sequence[str]) -> float:
-    """Return the sum of the entries of `--reward` that are plain numbers: it is added to every score."""
+    """Sum of the constants in `--reward`, which is added to every score."""
     return math.fsum(number for text in texts if (number := read_number(text)) is not None)
 
 
 def parse_reward(text: str, taken: set[str]) -> RewardSpec:
     """Parse one entry of `--reward`, under a name that is not in `taken`; the weight is 1 by default.
 
-    Raises:
-        ValueError: unknown kind (the nearest is named), a weight that is no number, nothing behind the kind,
-            no address of a judge.
+    Raises ValueError for an unknown kind (the nearest is named), a weight that is not a number, an empty
+    target, or a judge without an address.
     """
     head, _, target = text.strip().partition(":")
     weight_text, star, kind = head.rpartition("*")  # a * behind the kind belongs to a path
@@ -114,9 +112,9 @@ def _names_something(kind: str, target: str) -> bool:
 
 
 def check_rewards(args: Any, problems: Problems) -> list[RewardSpec]:
-    """Return the rewards of `--reward` after adding what is wrong with them; no weights are loaded.
+    """The rewards of `--reward`, after adding their problems; loads no weights.
 
-    A reward model is not looked at: it is checked with the other models.
+    Reward models are checked with the other models.
     """
     specs: list[RewardSpec] = []
     with problems.catch():
@@ -141,10 +139,9 @@ def check_rewards(args: Any, problems: Problems) -> list[RewardSpec]:
 
 
 def build_text_reward(spec: RewardSpec, args: Any) -> TextReward:
-    """Return the reward of a spec that reads text; a reward model reads token ids and is not built here.
+    """The reward of a spec that reads text; reward models read token ids and are not built here.
 
-    Raises:
-        ValueError: what `check_rewards` tells too.
+    Raises ValueError as `check_rewards`.
     """
     kinds = {
         "classifier": ClassifierReward,

@@ -14,10 +14,10 @@ from step3_ppo.ppo_math import group_whiten
 
 
 def length_shortfall(response_lengths: torch.Tensor, enough_tokens: int) -> torch.Tensor:
-    """Return (B,) fp32 in [0, 1]: 1 for an empty response, falling to 0 at `enough_tokens`.
+    """(B,) fp32 in [0, 1]: 1 for an empty response, falling to 0 at `enough_tokens`.
 
-    A per-token KL penalty makes short answers cheap, so PPO shrinks them unless something says otherwise;
-    this says so openly, up to a length, and rewards nothing beyond it.
+    A per-token KL penalty makes short responses cheap, so PPO shortens them. This penalty counteracts it up
+    to a length, and rewards nothing beyond.
     """
     return (1.0 - response_lengths.float() / enough_tokens).clamp(min=0.0)
 
@@ -25,7 +25,7 @@ def length_shortfall(response_lengths: torch.Tensor, enough_tokens: int) -> torc
 def overlong_share(
     response_lengths: torch.Tensor, buffer_tokens: int, max_response_tokens: int
 ) -> torch.Tensor:
-    """Return (B,) fp32 in [0, 1]: 0 up to `max_response_tokens - buffer_tokens`, rising to 1 at full length.
+    """(B,) fp32 in [0, 1]: 0 up to `max_response_tokens - buffer_tokens`, rising to 1 at the maximum length.
 
     DAPO, arXiv:2503.14476 eq. 13.
     """
@@ -34,10 +34,10 @@ def overlong_share(
 
 
 def parse_truncated(text: str) -> tuple[float | None, bool]:
-    """Return the score that --truncated gives to a cut response, None where its own stays, and whether the
-    critic's value of what would follow is added to it.
+    """The score that --truncated gives to a cut response (None: its own), and whether the critic's value of
+    the continuation is added.
 
-    Raises ValueError for what is neither a number nor one of the words.
+    Raises ValueError for a value that is neither a number nor one of the words.
     """
     if text in ("score", "bootstrap", "mask"):
         return None, text == "bootstrap"
@@ -62,12 +62,12 @@ def shape_scores(
     args: Any,
     reduce_sum: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Return scores (B,) fp32 after, in this order: whitening, clipping, the score that --truncated gives to
-    a cut response, the two length terms; `args` are the flags of step 3.
+    """Scores (B,) fp32 after, in this order: whitening, clipping, the score of --truncated for cut responses,
+    and the two length terms; `args` are the flags of step 3.
 
-    Those come after clipping, else a response at the clip could be shortened, or drawn out, for nothing.
-    scores, response_lengths, is_finished, group_ids (B,), groups whole. `reduce_sum` adds a float64 vector up
-    over ranks that each have some of the scores; with it every rank must call this.
+    The length terms come after clipping, so that they also act on responses at the clip. scores,
+    response_lengths, is_finished, group_ids (B,), groups whole. `reduce_sum` sums a float64 vector over ranks
+    that each have some of the scores; with it every rank must call this.
     """
     shaped = scores.float()
     everything = torch.ones_like(shaped, dtype=torch.bool)

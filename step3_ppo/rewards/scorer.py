@@ -24,7 +24,7 @@ Scores = dict[str, Sequence[torch.Tensor]]  # "scores" and "score/NAME", for eac
 
 @dataclass
 class Scorer:
-    """The rewards of a run: reward models read token ids and come with the roles, the others read text."""
+    """The rewards of a run. Reward models read token ids and are passed in as roles; the others read text."""
 
     specs: Sequence[RewardSpec]
     texts: dict[str, TextReward] = field(default_factory=dict)  # by the spec's name
@@ -38,7 +38,7 @@ class Scorer:
 
     @property
     def judges(self) -> dict[str, JudgeReward]:
-        """The rewards that compare answers too, by name."""
+        """The rewards that can also compare two responses, by name."""
         return {name: reward for name, reward in self.texts.items() if isinstance(reward, JudgeReward)}
 
     @property

@@ -19,16 +19,16 @@ Checked = tuple[list[float], str]  # a batch's scores, and what is wrong with th
 
 
 class RewardError(Exception):
-    """A batch has no scores; the message says what the reward did, and the cure."""
+    """A batch has no scores; the message names the cause and the cure."""
 
 
 class RaisedError(RewardError):
-    """The reward raised an error: another answer of the batch may well have a score."""
+    """The reward raised an error; other responses of the batch may still have a score."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What a text reward sees; the lists are parallel."""
+    """Input of a text reward; the lists are parallel."""
 
     prompts: list[str]  # the prompt's text as the model saw it
     responses: list[str]  # special tokens removed
@@ -38,23 +38,23 @@ class Answers:
         return len(self.prompts)
 
     def batches(self, batch_size: int) -> Iterator["Answers"]:
-        """Yield them in order, at most `batch_size` at a time."""
+        """Yield batches in order, of at most `batch_size`."""
         for first in range(0, len(self), batch_size):
             part = slice(first, first + batch_size)
             yield Answers(self.prompts[part], self.responses[part], self.rows[part])
 
     def shown(self, index: int) -> str:
-        """Return one of them, quoted, for a message."""
+        """Prompt and response at an index, quoted, for a message."""
         return f"prompt {quoted(self.prompts[index])}, response {quoted(self.responses[index])}"
 
 
 class TextReward:
-    """Scores responses by their text, a batch at a time; a kind of reward says how one batch is scored."""
+    """Scores responses by their text, a batch at a time; subclasses define `ask`."""
 
     is_on_device = False  # asked in a row with the models, and not beside them
 
     def __init__(self, name: str, args: Any, *, num_threads: int = 1) -> None:
-        """`args` are the flags of step 3; `num_threads` batches are asked about at the same time."""
+        """`args` are the flags of step 3; `num_threads` batches are scored concurrently."""
         self.name, self.args = name, args
         self.bears_failures = parse_on_error(args.reward_on_error) is not None
         self.first_failure = ""  # that was borne; who asks empties it
@@ -65,7 +65,7 @@ class TextReward:
         raise NotImplementedError
 
     def score(self, answers: Answers) -> list[float]:
-        """Return one finite score for each answer, NaN for one whose failure is borne. Raises RewardError."""
+        """One finite score per response, NaN for a tolerated failure. Raises RewardError."""
         batches = answers.batches(self.args.reward_batch_size)
         of_batches = self._threads.map(self._score, batches) if self._threads else map(self._score, batches)
         return [score for scores in of_batches for score in scores]
@@ -83,22 +83,22 @@ class TextReward:
         return scores
 
     def fail(self, message: str) -> None:
-        """Keep the first failure where failures are borne. Raises RewardError where they are not."""
+        """Record the first failure if failures are tolerated; otherwise raise RewardError."""
         if not self.bears_failures:
             raise RewardError(message)
         self.first_failure = self.first_failure or message
 
     def close(self) -> None:
-        """End its processes, threads and connections."""
+        """Close processes, threads and connections."""
         if self._threads:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def parse_on_error(text: str) -> float | None:
-    """Return the score that --reward_on_error gives to an answer without one: NaN for mask (it counts
-    nowhere), None for refuse.
+    """The score that --reward_on_error gives to a response without one: NaN for mask (excluded everywhere),
+    None for refuse.
 
-    Raises ValueError for anything else but default:VALUE.
+    Raises ValueError for anything but these and default:VALUE.
     """
     if text == "mask":
         return math.nan
@@ -144,11 +144,11 @@ def shortened(text: str, limit: int) -> str:
 
 
 def checked_scores(values: Any, answers: Answers) -> Checked:
-    """Return one float for each answer by what a reward gave, and what is wrong with that ("").
+    """One float per response from the return value of a reward, and a description of what is wrong with it
+    ("").
 
-    `values` is a list, an array or a tensor of one dimension; True and False count as 1 and 0. What is no
-    finite number of fp32 (None, an infinity, a text) is NaN; all are, where there are more or fewer than
-    answers.
+    `values` is a list, an array or a tensor of one dimension; True and False count as 1 and 0. Values that
+    are not finite in fp32 (None, infinity, a text) become NaN; all do if the number of values is wrong.
     """
     if hasattr(values, "tolist"):  # an array or a tensor: one copy, not one for each element
         values = values.tolist()
@@ -170,7 +170,7 @@ def checked_scores(values: Any, answers: Answers) -> Checked:
 
 
 def _as_float(value: Any) -> float:
-    """Return a score as a float, NaN for what is none: "1.5" is a text, and a list no score."""
+    """A score as a float; NaN if it is not a number (a text such as "1.5", a list)."""
     number = None if isinstance(value, str | bytes | bytearray) else read_number(value)
     return math.nan if number is None else number
 

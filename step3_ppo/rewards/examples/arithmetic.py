@@ -11,10 +11,9 @@ _NUMBER = re.compile(r"-?\d+(?:,\d{3}(?!\d))*(?:\.\d+)?")
 
 
 def right_answer(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]:
-    """Return 1 where a response's number is the right answer, else 0.
+    """1 if the number in a response is the right answer, else 0.
 
-    Raises:
-        ValueError: a row has no number as `answer`.
+    Raises ValueError if a row has no number as `answer`.
     """
     scores = []
     for response, row in zip(responses, rows, strict=True):
@@ -26,6 +25,6 @@ def right_answer(prompts: list[str], responses: list[str], rows: list[dict]) -> 
 
 
 def stated_number(text: str) -> Fraction | None:
-    """Return a text's first number, behind its last "####", such as 1,234 or -3.5; None: there is none."""
+    """The first number after the last "####" of a text, such as 1,234 or -3.5; None if there is none."""
     match = _NUMBER.search(text.rpartition("####")[2])
     return Fraction(match[0].replace(",", "")) if match else None

@@ -9,5 +9,5 @@ NUM_FREE_WORDS = 100
 def brevity(
     prompts: list[str], responses: list[str], rows: list[dict], num_free_words: int = NUM_FREE_WORDS
 ) -> list[float]:
-    """Return 0 for up to `num_free_words` words, then falling: -1 at twice as many, -2 at three times."""
+    """0 for up to `num_free_words` words, then falling: -1 at twice as many, -2 at three times."""
     return [-max(len(response.split()) - num_free_words, 0) / num_free_words for response in responses]

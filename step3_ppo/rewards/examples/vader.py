@@ -11,5 +11,5 @@ def _analyzer() -> SentimentIntensityAnalyzer:
 
 
 def sentiment(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]:
-    """Return VADER's compound score of each response, -1 (hostile) to 1 (glad); 0 for an empty one."""
+    """VADER's compound score of each response, from -1 (hostile) to 1 (glad); 0 for an empty one."""
     return [_analyzer().polarity_scores(response)["compound"] for response in responses]
