@@ -26,9 +26,9 @@ HYBRID_SECTION = "hybrid_engine"  # of --ds_config: DeepSpeed would build its ow
 
 
 def load_overrides(args: Any) -> dict[str, Any]:
-    """Return the keys of --ds_config, {} without it.
+    """Contents of --ds_config; {} without it.
 
-    Raises ValueError when it is no file with a JSON object, has a section that flags stand for, or offloads
+    Raises ValueError if the file does not hold a JSON object, has a section that flags replace, or offloads
     to a disk.
     """
     try:
@@ -54,10 +54,10 @@ def load_overrides(args: Any) -> dict[str, Any]:
 
 
 def effective_zero_stage(zero_stage: int, dtype: str) -> int:
-    """Return the stage that is run: in bf16 and fp16 at least 1.
+    """The ZeRO stage that is used: at least 1 in bf16 and fp16.
 
-    Under stage 0 bf16 would keep no fp32 master weights, and fp16 keeps them in another optimizer of
-    DeepSpeed's, for nothing.
+    Under stage 0 bf16 would keep no fp32 master weights, and fp16 would use another optimizer of DeepSpeed
+    without a benefit.
     """
     return max(zero_stage, 1) if dtype in ("bf16", "fp16") else zero_stage
 
@@ -78,7 +78,7 @@ def _zero_section(stage: int, offload: str, is_trained: bool) -> dict[str, Any]:
 
 
 def merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return `base` with `overrides` laid over it, dictionaries merged key by key."""
+    """`base` updated by `overrides`, with dictionaries merged key by key."""
     merged = dict(base)
     for key, value in overrides.items():
         both_are_dicts = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -98,11 +98,10 @@ def build_config(
     overrides: dict[str, Any] | None = None,
     is_trained: bool = True,
 ) -> dict[str, Any]:
-    """Return the configuration of a model that is trained, or that is only read: stage 3 shards that one too,
-    any other stage does not.
+    """DeepSpeed configuration of a trained or a frozen model; only stage 3 shards a frozen one.
 
     `offload` is none | optimizer | param | all; parameters can only be offloaded under ZeRO stage 3.
-    `micro_batch_size` is per rank; `overrides` is merged over the result, key by key.
+    `micro_batch_size` is per rank; `overrides` is merged over the result key by key.
     """
     stage = effective_zero_stage(zero_stage, dtype) if is_trained else zero_stage
     config = {
@@ -129,10 +128,10 @@ def build_config(
 
 
 def with_buckets(ds_config: dict[str, Any], num_trained: int, num_ranks: int) -> dict[str, Any]:
-    """Return the configuration with buckets of the size of what is trained; --ds_config may set its own.
+    """The configuration with bucket sizes that fit the trained parameters; --ds_config may set its own.
 
-    DeepSpeed makes a tensor of a bucket's size whatever the model, 5e8 elements unless told. Where gradients
-    fill several, stages 1 and 2 reduce them while the backward pass goes on, which takes a second bucket.
+    DeepSpeed allocates a tensor of the bucket size for any model, by default 5e8 elements. If gradients fill
+    several buckets, stages 1 and 2 reduce them during the backward pass, which takes a second bucket.
     """
     section = ds_config["zero_optimization"]
     if section["stage"] == 0:
@@ -147,7 +146,7 @@ def with_buckets(ds_config: dict[str, Any], num_trained: int, num_ranks: int) ->
 def config_of(
     args: Any, *, zero_stage: int, offload: str, micro_batch_size: int, is_trained: bool = True
 ) -> dict[str, Any]:
-    """Return the configuration that a program's flags ask for one of its models, --ds_config laid over it."""
+    """Configuration of one of a program's models from its flags, with --ds_config merged over it."""
     return build_config(
         zero_stage=zero_stage,
         dtype=distributed.dtype_name(args.dtype),
@@ -169,11 +168,11 @@ def build_optimizer(
     lora_learning_rate: float = 1e-4,
     spec: OptimizerSpec = ADAMW,
 ) -> torch.optim.AdamW:
-    """Return torch's fused AdamW over the trained parameters, the same on GPUs, on CPUs and under offload, or
-    Muon, which is one for all but the matrices of hidden layers.
+    """torch's fused AdamW over the trained parameters, the same on GPUs, on CPUs and under offload; or Muon,
+    which uses AdamW for everything but the matrices of hidden layers.
 
-    Its groups are matrices, vectors without weight decay, LoRA factors with their own rate, and Muon's
-    matrices; `rate_name` is what a group's rate is logged as.
+    Parameter groups are matrices, vectors without weight decay, LoRA factors with their own learning rate,
+    and Muon's matrices; `rate_name` is the log name of a group's learning rate.
     """
     has_own_rate = spec.muon_learning_rate is not None
     muon_rate = spec.muon_learning_rate if has_own_rate else learning_rate
@@ -197,9 +196,10 @@ def build_optimizer(
 
 
 def _share_cores(ds_config: dict[str, Any]) -> None:
-    """Let an AdamW that is offloaded from a GPU step on this rank's share of the machine's cores.
+    """Let an AdamW that is offloaded from a GPU use this rank's share of the machine's cores.
 
-    torchrun sets OMP_NUM_THREADS=1, DeepSpeed's launcher leaves all cores to every rank; more than 1 is kept.
+    torchrun sets OMP_NUM_THREADS=1, DeepSpeed's launcher gives all cores to every rank; a value above 1 is
+    kept.
     """
     is_offloaded = distributed.has_gpu() and "offload_optimizer" in ds_config["zero_optimization"]
     if is_offloaded and os.environ.get("OMP_NUM_THREADS", "1") == "1":
@@ -209,9 +209,9 @@ def _share_cores(ds_config: dict[str, Any]) -> None:
 def build_engine(
     model: nn.Module, ds_config: dict[str, Any], args: Any, num_steps: int, *, role: Any = None
 ) -> Any:
-    """Return a DeepSpeed engine with its optimizer and schedule over `num_steps`. Every rank must call this.
+    """DeepSpeed engine with its optimizer and a schedule over `num_steps`. Every rank must call this.
 
-    `args` are the flags. `role` has the rates: `args.actor` or `args.critic` in step 3, else `args`.
+    `args` are the flags. `role` has the learning rates: `args.actor` or `args.critic` in step 3, else `args`.
     """
     role = role or args
     optimizer = build_optimizer(

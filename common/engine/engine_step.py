@@ -37,7 +37,7 @@ class LossTerm:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What an engine has gathered for an optimizer step that is not made yet."""
+    """Gradients of an engine for an optimizer step that has not been made yet."""
 
     engine: Any
     terms: Sequence[LossTerm]
@@ -46,9 +46,9 @@ class Gradients:
     norms: Sequence[torch.Tensor]  # what DeepSpeed's step works the norm out from, on the CPU
 
     def find_bad(self) -> list[str]:
-        """Return the names of losses and norms that are not finite, for which the step must not be made.
+        """Names of the losses and norms that are not finite, for which the step must not be made.
 
-        fp16 bears an infinite gradient, skips its step and lowers its loss scale, as long as it can.
+        fp16 tolerates an infinite gradient while it can lower its loss scale: it skips the step.
         """
         bad = [term.name for term in self.terms if not math.isfinite(self.means[term.name])]
         is_borne = False
@@ -61,13 +61,13 @@ class Gradients:
 
 
 def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
-    """Return the gradients of the weighted sum of the terms in training mode, and the global means.
+    """Gradients of the weighted sum of the terms in training mode, and the global means.
 
-    A loss is a mean over the global batch: the item count is summed over ranks and micro-batches first, each
-    backward pass then adds its share. DeepSpeed averages gradients over ranks, hence the factor `world_size`.
-    Every rank must call this with as many micro-batches, and `take_steps` or `skip_step` before the engine's
-    next pass with gradients. The host waits for the device once, after the last pass. Raises StepRefused, on
-    every rank and before any pass, where a term has no item.
+    A loss is a mean over the global batch: the item count is summed over ranks and micro-batches first, then
+    each backward pass adds its share. DeepSpeed averages gradients over ranks, hence the factor `world_size`.
+    Every rank must call this with the same number of micro-batches, and `take_steps` or `skip_step` before
+    the engine's next pass with gradients. The host waits for the device once, after the last pass. Raises
+    StepRefused, on every rank and before any pass, if a term has no item.
     """
     engine.train()
     world_size = distributed.world_size()
@@ -115,14 +115,13 @@ def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
 
 
 def take_steps(gradients: Sequence[Gradients], doubt: str = "") -> list[dict[str, float]]:
-    """Let all engines make their optimizer step, or none; return each one's means.
+    """Make the optimizer steps of all engines, or none; return the metrics of each.
 
-    A `doubt` that is not empty, the same on every rank, is a reason to make none.
-
-    A result holds the losses under their names, the statistics, `grad_norm`, and the `learning_rate` and
-    `lora_learning_rate` that the step was made with, where it has such parameters. Every rank must call this.
-    Raises StepRefused, on every rank, for a doubt, and when a loss or a gradient of any engine is not finite:
-    weights, optimizers and schedules are as before, and the next steps can be made.
+    A nonempty `doubt`, the same on every rank, is a reason to make none. Metrics are the losses by name, the
+    statistics, `grad_norm`, and the `learning_rate` and `lora_learning_rate` of the step if there are such
+    parameters. Every rank must call this. Raises StepRefused, on every rank, for a doubt and for a loss or
+    gradient that is not finite: weights, optimizers and schedules are then unchanged, and training can
+    continue.
     """
     bad = {id(g): g.find_bad() for g in gradients}
     if doubt or any(bad.values()):
@@ -147,8 +146,8 @@ def take_steps(gradients: Sequence[Gradients], doubt: str = "") -> list[dict[str
 
 
 def _compute_norms(engine: Any) -> list[torch.Tensor]:
-    """Return norms (scalars) of the gradients that wait for a step, as DeepSpeed computes them in the step:
-    under stage 3 of each group of parameters, else of all. Every rank must call this.
+    """Norms (scalars) of the gradients, as DeepSpeed computes them in a step: under stage 3 of each parameter
+    group, else of all. Every rank must call this.
     """
     if not engine.zero_optimization():
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
@@ -161,7 +160,7 @@ def _compute_norms(engine: Any) -> list[torch.Tensor]:
 
 
 def _combine(engine: Any, norms: list[torch.Tensor]) -> float:
-    """Return the global norm of the gradients; infinite where one of them is not finite."""
+    """Global norm of the gradients; infinite if one of them is not finite."""
     if not engine.zero_optimization():
         return float(norms[0])
     norm = combine_grad_norm_groups(norms) if engine.zero_optimization_stage() == 3 else norms[0]
@@ -178,8 +177,8 @@ stage_1_and_2.mask_nan_or_inf_with_val_inplace = stage3.mask_nan_or_inf_with_val
 
 @contextmanager
 def _knowing(engine: Any, norms: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Let an optimizer step in the block go by these norms, which are on the CPU: DeepSpeed would compute
-    them once more, look for what is not finite beside them, and wait for the device each time.
+    """Context in which an optimizer step uses these norms, which are on the CPU. DeepSpeed would compute them
+    again, check them for finiteness, and wait for the device each time.
     """
     if not engine.zero_optimization():
         yield
@@ -198,7 +197,7 @@ def _knowing(engine: Any, norms: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def skip_step(engine: Any) -> None:
-    """Leave out an optimizer step: DeepSpeed's own way out for an overflow drops the gradients.
+    """Skip an optimizer step: drop the gradients as DeepSpeed does on an overflow.
 
     Every rank must call this.
     """

@@ -22,14 +22,14 @@ RMS = 0.2  # of an AdamW update, as the paper found: the same learning rates do
 
 
 def shape_of(parameter: nn.Parameter) -> torch.Size:
-    """Return the shape of the whole parameter."""
+    """Shape of the whole parameter."""
     return parameter.ds_shape if is_sharded(parameter) else parameter.shape
 
 
 def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Whether the parameter is a matrix, or the stacked ones of experts, of one of a model's layers.
+    """Whether the parameter is a matrix, or stacked matrices of experts, in one of a model's layers.
 
-    Embeddings and heads stand outside of the list of layers; a LoRA factor is no weight by itself.
+    Embeddings and heads are outside of the list of layers; a LoRA factor does not count.
     """
     shape = shape_of(parameter)
     is_matrix = len(shape) in (2, 3) and min(shape[-2:]) > 1
@@ -37,9 +37,9 @@ def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
 
 
 def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
-    """Return matrices (..., rows, columns) with the singular vectors of these, and values near 1.
+    """Matrices (..., rows, columns) with the same singular vectors and singular values near 1.
 
-    Newton and Schulz's iteration with coefficients that lift small values fast: they end in 0.7 to 1.2.
+    Newton-Schulz iteration with coefficients that raise small values fast: they end within 0.7 to 1.2.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]
@@ -52,10 +52,10 @@ def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW, and Muon for its groups with `is_muon`; every rank must call `step`.
+    """AdamW, and Muon for groups with `is_muon`; every rank must call `step`.
 
-    Where ZeRO shares the states out, each matrix is put together on one rank, the next on the next one, and
-    its update is sent to all.
+    Where ZeRO shards the states, each matrix is assembled on one rank, round robin, and its update is sent to
+    all.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
@@ -66,7 +66,7 @@ class Muon(torch.optim.AdamW):
         self._is_shared_out = False
 
     def attach(self, engine: Any) -> None:
-        """Find the matrices in the tensors that the optimizer of this engine is given."""
+        """Find the matrices in the tensors that this engine's optimizer updates."""
         self._is_shared_out = engine.zero_optimization() and distributed.world_size() > 1
         for run in find_owned_runs(engine):
             if id(run.parameter) in self._are_matrices:
@@ -74,7 +74,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Make the update of all parameters that have a gradient."""
+        """Update all parameters that have a gradient."""
         gradients = {}
         for group in self.param_groups:
             for owner in group["params"] if group["is_muon"] else ():
@@ -105,7 +105,7 @@ class Muon(torch.optim.AdamW):
                 weights[m] = weights[m].float() * kept - group["lr"] * part
 
     def _orthogonalise_together(self, wholes: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return, on all ranks, the orthogonal forms of matrices of which each rank has filled in its run."""
+        """On all ranks, the orthogonal forms of matrices of which each rank has filled in its part."""
         if not self._is_shared_out:
             return [orthogonalise(whole) for whole in wholes]
         for rank, whole in enumerate(wholes):
@@ -119,14 +119,14 @@ class Muon(torch.optim.AdamW):
 
 
 def _advance(momentum: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the update (n,), Nesterov's, after moving the momentum (n,) on."""
+    """Nesterov update (n,), after updating the momentum (n,)."""
     moved = momentum.float().lerp(gradient.float(), 1 - MOMENTUM)
     momentum.copy_(moved)
     return gradient.float().lerp(moved, MOMENTUM)
 
 
 def _place(run: OwnedRun, part: torch.Tensor) -> torch.Tensor:
-    """Return a whole matrix of zeros with this rank's part of it, in the precision of the iteration."""
+    """A whole matrix of zeros with this rank's part filled in, in the precision of the iteration."""
     dtype = torch.bfloat16 if distributed.has_gpu() else torch.float32
     whole = torch.zeros(shape_of(run.parameter), dtype=dtype, device=distributed.device())
     whole.view(-1)[run.start : run.start + run.numel] = part.to(whole)

@@ -15,8 +15,8 @@ JUDGE_VARIABLE = "TRIPTYCH_JUDGE_TOKEN"  # of its own: a judge may be somebody e
 
 
 def server_token(token_file: str, problems: Problems) -> str:
-    """Return the token that requests must bear, from --token_file or TRIPTYCH_TOKEN, empty for none, after
-    adding what is wrong with it: the file cannot be read, or what is there cannot stand in a header.
+    """The token that requests must carry, from --token_file or TRIPTYCH_TOKEN; empty for none. Adds a problem
+    if the file cannot be read or the token is not valid in a header.
     """
     origin, text = SERVER_VARIABLE, os.environ.get(SERVER_VARIABLE, "")
     try:
@@ -33,18 +33,18 @@ def server_token(token_file: str, problems: Problems) -> str:
 
 
 def client_token() -> str:
-    """Return the token that requests to a reward server bear, from TRIPTYCH_REWARD_TOKEN or TRIPTYCH_TOKEN.
+    """The token for requests to a reward server, from TRIPTYCH_REWARD_TOKEN or TRIPTYCH_TOKEN.
 
-    Raises ValueError where it cannot stand in a header.
+    Raises ValueError if it is not valid in a header.
     """
     name = CLIENT_VARIABLE if os.environ.get(CLIENT_VARIABLE) else SERVER_VARIABLE
     return _checked(name, os.environ.get(name, ""))
 
 
 def judge_token() -> str:
-    """Return the token that requests to a judge bear, from TRIPTYCH_JUDGE_TOKEN alone.
+    """The token for requests to a judge, from TRIPTYCH_JUDGE_TOKEN only.
 
-    Raises ValueError where it cannot stand in a header.
+    Raises ValueError if it is not valid in a header.
     """
     return _checked(JUDGE_VARIABLE, os.environ.get(JUDGE_VARIABLE, ""))
 

@@ -61,7 +61,7 @@ def flag(
 
 
 def field_type(field: dataclasses.Field) -> tuple[type, bool]:
-    """Return (scalar type, is a list) of a field's annotation such as `int | None` or `list[str]`."""
+    """(scalar type, is a list) of a field's annotation such as `int | None` or `list[str]`."""
     annotation = field.type
     if typing.get_origin(annotation) is list:
         return typing.get_args(annotation)[0], True
@@ -127,10 +127,10 @@ def parse_args(
     problems: Problems,
     leading: str = "",
 ) -> T:
-    """Return the flags of `argv` (default: this process's) as an instance of the dataclass `cls`.
+    """Parse `argv` (default: sys.argv[1:]) into an instance of the dataclass `cls`.
 
-    What is wrong goes into `problems`; the caller adds its own checks and then calls `exit_if_any`. Words
-    before the first flag are those of the flag `leading`.
+    Problems are added to `problems`; the caller adds its own checks and then calls `exit_if_any`. Arguments
+    before the first flag are values of the flag `leading`.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     if leading and argv and not argv[0].startswith("-"):
@@ -168,7 +168,7 @@ def parse_args(
 
 
 def _apply_switches(given: dict[str, Any], problems: Problems) -> None:
-    """Put the flags that switches stand for among those that were given."""
+    """Add the flags that the given switches stand for."""
     for name in [name for name in SWITCHES if name in given]:
         (flag_name, value), text = SWITCHES[name], given[name].lower()
         if text not in ("true", "false"):
@@ -180,7 +180,7 @@ def _apply_switches(given: dict[str, Any], problems: Problems) -> None:
 
 
 def _add_unknown(word: str, known: list[str], problems: Problems) -> None:
-    """Add the problem of a word that is no flag of the program and no flag's value."""
+    """Add the problem of an argument that is neither a flag of the program nor a flag's value."""
     name = word.split("=")[0]
     bare = name.removeprefix("--")
     if bare in REMOVED:
@@ -194,7 +194,7 @@ def _add_unknown(word: str, known: list[str], problems: Problems) -> None:
 
 
 def _convert(field: dataclasses.Field, text: str) -> Any:
-    """Return the flag's value. Raises ValueError, with the message, when `text` is none."""
+    """Value of a flag. Raises ValueError, with the message, for an invalid text."""
     scalar, limits, choices = field_type(field)[0], field.metadata["range"], field.metadata["choices"]
     shown = f"--{field.name} {shortened(text)}"
     if scalar is bool:

@@ -8,7 +8,7 @@ from common.flags.problems import Problems, is_usable
 
 
 class OptimizerSpec(NamedTuple):
-    """What --optimizer asks for."""
+    """The parsed value of --optimizer."""
 
     has_muon: bool = False
     muon_learning_rate: float | None = None  # None: that of the other weights

@@ -17,11 +17,11 @@ WRITING, DELETING = ".writing", ".deleting"
 
 
 class SaveFailed(OSError):
-    """A checkpoint or an export could not be written; what was there is as it was. All ranks raise it."""
+    """A checkpoint or an export could not be written; the previous one is unchanged. All ranks raise it."""
 
 
 def without_nan(value: Any) -> Any:
-    """Return a value for JSON, which has no word for NaN and infinity: they become None, at any depth."""
+    """A value for JSON: NaN and infinity become None, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -30,12 +30,12 @@ def without_nan(value: Any) -> Any:
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """Return a line of a .jsonl, with null for NaN and infinity."""
+    """A line of a .jsonl file, with null for NaN and infinity."""
     return json.dumps(without_nan(row), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or a folder's list of names, to the disk. Raises OSError."""
+    """Sync a file, or a folder's list of names, to the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -48,10 +48,10 @@ def sync(path: Path) -> None:
 
 
 def read_object(path: Path, **kinds: type) -> dict[str, Any]:
-    """The JSON object that a file holds, {} where there is no file.
+    """The JSON object in a file; {} if the file does not exist.
 
-    Raises ValueError, which names the file: it cannot be read, holds something else, or has a value under one
-    of the names that is not of the kind that `kinds` says.
+    Raises ValueError, with the file's name, if it cannot be read, holds something else, or has a value of
+    another kind than `kinds` names.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -68,7 +68,9 @@ def read_object(path: Path, **kinds: type) -> dict[str, Any]:
 
 
 def read_if_whole(path: Path, **kinds: type) -> dict[str, Any]:
-    """As `read_object`, {} where that raises: of files that a crash may tear, or that nothing depends on."""
+    """As `read_object`, but {} instead of an error: for files that a crash may tear, or that nothing depends
+    on.
+    """
     try:
         return read_object(path, **kinds)
     except ValueError:
@@ -76,9 +78,9 @@ def read_if_whole(path: Path, **kinds: type) -> dict[str, Any]:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a text file; a reader finds the old one or the new one, never a part.
+    """Write a text file atomically.
 
-    Raises OSError, with the old one as it was and nothing beside it, when it cannot be written.
+    Raises OSError, with the old file unchanged and no leftovers, if it cannot be written.
     """
     temporary = path.with_name(path.name + WRITING)
     try:
@@ -92,11 +94,11 @@ def write_file(path: Path, text: str) -> None:
 
 
 def publish_folder(temporary: Path, folder: Path) -> None:
-    """Put a finished folder in the place of `folder`, which may exist; the old one is then removed.
+    """Rename a finished folder to `folder`, which may exist; the old one is then removed.
 
-    Its files get the rights that umask left the folder: safetensors writes them for their owner alone. After
-    a crash between the two renames `remove_leftovers` brings the old one back. Raises OSError, with `folder`
-    as it was, when the new one cannot be brought to the disk or to its place.
+    Its files get the permissions of the umask: safetensors writes them for their owner only. After a crash
+    between the two renames `remove_leftovers` restores the old one. Raises OSError, with `folder` unchanged,
+    if the new one cannot be synced or renamed.
     """
     for path in (*temporary.rglob("*"), temporary):
         if path.is_file():
@@ -117,9 +119,9 @@ def publish_folder(temporary: Path, folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder: it is gone under its name before the first file of it is.
+    """Remove a folder; it disappears under its name before its first file is deleted.
 
-    Raises OSError, with the folder as it was, when it cannot be renamed.
+    Raises OSError, with the folder unchanged, if it cannot be renamed.
     """
     leaving = folder.with_name(folder.name + DELETING)
     _remove(leaving)
@@ -129,7 +131,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Remove what a crash left unfinished in a folder; bring back what it left between two renames."""
+    """Remove unfinished files and folders of a crash, and restore a folder left between two renames."""
     left = [path for path in parent.glob("*") if path.suffix in (WRITING, DELETING)]
     for path in left:
         folder, beside = path.with_suffix(""), path.with_suffix(WRITING)
@@ -140,7 +142,7 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, a file or a link (not what it leads to); what cannot be removed stays."""
+    """Remove a folder, a file or a link (not its target); what cannot be removed stays."""
     shutil.rmtree(path, ignore_errors=True)  # it takes folders only
     with contextlib.suppress(OSError):
         path.unlink()

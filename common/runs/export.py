@@ -52,7 +52,7 @@ def gather_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def _gather(weights: Mapping[str, TrainedWeight]) -> dict[str, torch.Tensor]:
-    """Return weights on rank 0's CPU (elsewhere {}), adapters merged. Every rank must call this."""
+    """Weights on rank 0's CPU (elsewhere {}), adapters merged. Every rank must call this."""
     state = {}
     for name, weight in weights.items():
         with gather_whole(weight.tensors()):
@@ -70,12 +70,12 @@ def save_export(
     metadata: dict[str, Any] | None = None,
     needs_own_pad: bool = False,
 ) -> None:
-    """Write model and tokenizer to `folder`, replacing it only when the new one is whole.
+    """Write model and tokenizer to `folder`, replacing it only once the new one is complete.
 
-    `model` is a transformers model, its PEFT wrapper, sharded or not. `metadata` goes to triptych.json
-    (template, step, held-out numbers), which chat.py and step 3 read; its template is the tokenizer's chat
-    template. `needs_own_pad`: the model is a classifier, see `_prepare_tokenizer`. Existing ids do not
-    change. Every rank must call this. Raises SaveFailed.
+    `model` is a transformers model or its PEFT wrapper, sharded or not. `metadata` goes to triptych.json
+    (template, step, held-out metrics), which chat.py and step 3 read; its template becomes the tokenizer's
+    chat template. `needs_own_pad`: the model is a classifier, see `_prepare_tokenizer`. Existing token ids do
+    not change. Every rank must call this. Raises SaveFailed.
     """
     plain, state = plain_model(model), gather_state_dict(model)
     metadata = metadata or {}
@@ -94,13 +94,12 @@ def _prepare_tokenizer(
     pad_id: int | None = None,
     is_adapter: bool = False,
 ) -> PreTrainedTokenizerFast:
-    """Return a copy whose chat template is the form that was trained, and whose PAD is not EOS where it has
-    another one.
+    """A copy with the chat template of the trained format, and with a PAD other than EOS if there is one.
 
-    With `needs_own_pad` any special token that no conversation has may be PAD, and one is added where there
-    is none: transformers' classifiers look for the last token that is not PAD, and would not see an EOS that
-    is PAD too. Of a conversation may be an adapter's, whose embeddings are frozen: torch trains none of PAD.
-    `pad_id` is the one to take, if it is a special token.
+    With `needs_own_pad`, PAD may be any special token that does not occur in conversations, and is added if
+    there is none: transformers' classifiers score the last token that is not PAD, and would not see an EOS
+    that is also PAD. For an adapter, whose embeddings are frozen, PAD may occur in conversations: torch does
+    not train PAD's embedding. `pad_id` is the preferred id, if it is a special token.
     """
     exported = copy.deepcopy(tokenizer)
     if "template" in metadata:
@@ -125,10 +124,10 @@ def _prepare_tokenizer(
 def _replace(
     folder: Path, fill: Callable[[Path], None], tokenizer: PreTrainedTokenizerFast, metadata: dict[str, Any]
 ) -> None:
-    """Let the first rank fill a folder that takes the place of `folder` when it is whole.
+    """Let the first rank fill a folder that replaces `folder` once it is complete.
 
-    Every rank must call this. Raises SaveFailed, on every rank, where it cannot be written; what was there
-    is left as it was.
+    Every rank must call this. Raises SaveFailed, on every rank, if it cannot be written; the previous folder
+    is unchanged.
     """
     temporary = folder.with_name(folder.name + WRITING)
 
@@ -155,7 +154,7 @@ def _replace(
 
 
 def _write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write the tokenizer so that transformers 4 reads it as 5 does."""
+    """Write the tokenizer so that transformers 4 reads it as transformers 5 does."""
     tokenizer.save_pretrained(folder, save_jinja_files=False)  # old readers look into the configuration
     base = {}
     with contextlib.suppress(OSError, ValueError):  # gone since it was loaded
@@ -176,8 +175,8 @@ def _write_model(
     folder: Path,
     changes: dict[str, Any],
 ) -> None:
-    """Write weights, as many rows of them as there are tokens, and configuration with these changes; `plain`
-    is not changed.
+    """Write the weights, with as many embedding rows as there are tokens, and the configuration with these
+    changes; `plain` is not changed.
     """
     num_rows = max(plain.num_exported_rows, num_token_ids(tokenizer))
     _set_num_rows(plain, state, num_rows)
@@ -201,10 +200,10 @@ def _write_model(
 
 
 def _token_ids(tokenizer: PreTrainedTokenizerFast, config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the ids that a configuration must name.
+    """Token ids for the configuration.
 
-    Where PAD is EOS the base's own stays, or there is none: a classifier that begins with this model would
-    not see the EOS, and torch would not train it, for the embedding of PAD gets no gradient.
+    If PAD is EOS, the base's own PAD is kept, or there is none: a classifier initialised from this model
+    would not see the EOS, and torch would not train PAD's embedding.
     """
     pad, eos, bos = tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id
     if pad == eos:
@@ -220,14 +219,14 @@ def _token_ids(tokenizer: PreTrainedTokenizerFast, config: PreTrainedConfig) -> 
 def _stop_ids(
     tokenizer: PreTrainedTokenizerFast, base: PreTrainedConfig | GenerationConfig
 ) -> int | list[int]:
-    """Return the tokens that end an answer: the tokenizer's EOS first, then those of the base."""
+    """Tokens that end a response: the tokenizer's EOS first, then those of the base."""
     of_base = base.eos_token_id if isinstance(base.eos_token_id, list) else [base.eos_token_id]
     ids = list(dict.fromkeys(i for i in [tokenizer.eos_token_id, *of_base] if i is not None))
     return ids if len(ids) > 1 else ids[0]
 
 
 def _set_num_rows(model: PreTrainedModel, state: dict[str, torch.Tensor], num_rows: int) -> None:
-    """Cut or fill (with zeros) the rows of the embeddings and of the output head in place."""
+    """Truncate, or pad with zeros, the rows of the embeddings and the output head in place."""
     old_rows = model.config.get_text_config().vocab_size
     modules = [model.get_input_embeddings(), model.get_output_embeddings()]
     owned = {id(p) for m in modules if m is not None for p in m.parameters(recurse=False)}
@@ -241,10 +240,10 @@ def _set_num_rows(model: PreTrainedModel, state: dict[str, torch.Tensor], num_ro
 def _savable_generation_config(
     generation_config: GenerationConfig, tokenizer: PreTrainedTokenizerFast
 ) -> GenerationConfig:
-    """Return a copy with the tokenizer's ids and all stop tokens, without what transformers would not save.
+    """A copy with the tokenizer's ids and all stop tokens, without fields that transformers refuses to save.
 
-    Some published ones name a temperature without do_sample, or a length penalty without beams; transformers
-    saves those back only as they were.
+    Some published ones have a temperature without do_sample, or a length penalty without beams; transformers
+    saves those only unchanged.
     """
     values, kept, dropped = generation_config.to_diff_dict(), GenerationConfig(), []
     values |= {
@@ -272,10 +271,10 @@ def _savable_generation_config(
 def save_adapter(
     folder: Path | str, model: nn.Module, tokenizer: PreTrainedTokenizerFast, metadata: dict[str, Any]
 ) -> None:
-    """Write what was trained beside the base model, to load with PEFT or chat.py: the LoRA factors and the
-    score head with its pooling, with tokenizer and metadata.
+    """Write the trained weights for PEFT and chat.py: LoRA factors, score head with its pooling, tokenizer
+    and metadata.
 
-    Nothing is written when more was trained (--only_optimize_lora false): the export alone is the model then.
+    Nothing is written if more was trained (--only_optimize_lora false): then only the export is the model.
     Every rank must call this.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -308,7 +307,7 @@ def save_adapter(
 
 
 def damage_of_export(folder: Path) -> str:
-    """What an export or adapter lacks to be loaded, as its files' names and headers tell; "" for nothing."""
+    """What an export or adapter lacks to be loaded, by its files' names and headers; "" if nothing."""
     weights = sorted(folder.glob("*.safetensors"))
     try:
         index = read_object(folder / "model.safetensors.index.json", weight_map=dict)
@@ -325,8 +324,8 @@ def damage_of_export(folder: Path) -> str:
 
 
 def read_metadata(folder: str) -> dict[str, Any]:
-    """What triptych.json says of an export, {} for a model of another origin.
+    """Contents of triptych.json in an export; {} for a model from elsewhere.
 
-    Raises ValueError, which names the file: it is none of ours.
+    Raises ValueError, with the file's name, if this program did not write it.
     """
     return read_object(Path(folder) / METADATA_FILE, template=str, chat_template_kwargs=str, step=str)

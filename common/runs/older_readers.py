@@ -25,7 +25,7 @@ SCALING_KEYS = {
 
 
 def add_older_names(config: dict[str, Any]) -> None:
-    """Add to what a config.json says, and to its parts, the names that transformers 4 reads."""
+    """Add the names that transformers 4 reads to the contents of a config.json and its parts."""
     for part in config.values():
         if isinstance(part, dict) and "model_type" in part:
             add_older_names(part)
@@ -40,8 +40,8 @@ def add_older_names(config: dict[str, Any]) -> None:
 
 
 def _add_rope(config: dict[str, Any]) -> None:
-    """Add base, scaling and share of rotary positions, which transformers 5 keeps in one dictionary or in one
-    for each kind of layer.
+    """Add base, scaling and fraction of rotary positions, which transformers 5 keeps in one dictionary or in
+    one per kind of layer.
     """
     parameters = config.get("rope_parameters") or {}
     family = config.get("model_type", "")
@@ -62,7 +62,9 @@ def _add_rope(config: dict[str, Any]) -> None:
 
 
 def add_older_tokenizer_names(config: dict[str, Any], base: dict[str, Any], tokenizer: Any) -> None:
-    """Add to what a tokenizer_config.json says what transformers 4 reads; `base` is that of the base."""
+    """Add the names that transformers 4 reads to the contents of a tokenizer_config.json; `base` is that of
+    the base.
+    """
     named = base.get("tokenizer_class") or config["tokenizer_class"]
     config["tokenizer_class"] = "PreTrainedTokenizerFast" if named in NEWER_TOKENIZERS else named
     if isinstance(config.get("extra_special_tokens"), list):  # it takes a dictionary there

@@ -23,7 +23,7 @@ LENGTH_FLAGS = ("num_train_epochs", "max_train_steps")
 
 @dataclass(frozen=True)
 class EarlierRun:
-    """What to resume: `checkpoints` with the newest first, none for a new run."""
+    """The run to resume: `checkpoints`, newest first; none for a new run."""
 
     checkpoints: list[Checkpoint] = field(default_factory=list)
     is_elsewhere: bool = False  # of another folder than --output_dir
@@ -69,9 +69,9 @@ def find_run(args: Any, problems: Problems) -> EarlierRun:
 
 
 def settle_dtype(args: Any) -> list[str]:
-    """Put what --dtype auto means into `args`; return a note. Every rank must call this.
+    """Replace --dtype auto in `args`; return a note. Every rank must call this.
 
-    On a CPU it is that of the run that is resumed, else what is faster on the first rank.
+    On a CPU it becomes the dtype of the resumed run, else the faster one on the first rank.
     """
     if args.dtype != "auto" or distributed.has_gpu():
         args.dtype = args.dtype.replace("auto", "")
@@ -87,7 +87,7 @@ def settle_dtype(args: Any) -> list[str]:
 
 
 def resumed_dtype(args: Any) -> str:
-    """Return the precision of what this run would resume, or begin anew in its folder; empty without."""
+    """Dtype of the run that would be resumed or replaced; empty without one."""
     earlier = find_run(args, Problems())
     if earlier.checkpoints:
         return earlier.checkpoints[0].meta["args"]["resolved_dtype"]
@@ -98,7 +98,7 @@ def resumed_dtype(args: Any) -> str:
 
 
 def _named_run(args: Any, folder: Path | None, problems: Problems) -> EarlierRun:
-    """Return the checkpoint that --resume PATH names: itself, or those of a run's folder."""
+    """Checkpoints that --resume PATH names: itself, or those of a run's folder."""
     checkpoints, doubts = find_checkpoints(Path(args.resume))
     if not checkpoints:
         why = "; ".join(doubts) or "there is no checkpoint"
@@ -127,7 +127,9 @@ def program_of(flags: Mapping[str, Any]) -> str:
 
 
 def compare_flags(args: Any, saved: dict[str, Any], origin: str, problems: Problems) -> list[str]:
-    """Add a problem for flags that differ from a saved run's and may not; return notes on those that may."""
+    """Add a problem for each flag that differs from a saved run's and may not change; return notes on those
+    that may.
+    """
     notes = []
     saved = rename_flags(saved)
     if (program := program_of(saved)) != program_of(vars(args)):

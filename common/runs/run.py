@@ -48,15 +48,15 @@ PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "datasets", "num
 
 
 class Stopped(Exception):  # noqa: N818  (nothing went wrong)
-    """The run was asked to stop, and its state is saved; the message says where. Raised on every rank."""
+    """The run was asked to stop and its state is saved, at the position in the message. Raised on every rank."""
 
 
 class Run(Stateful):
-    """What every program keeps of a run beside its models. Every rank must make and use one together.
+    """The run of a program, besides its models. Every rank must create and use one together.
 
-    Its own part of a checkpoint is how far it is. `parts` are the others. `rows` has the rows of a step, and
-    of an optimizer step, over all ranks, by the flags whose product with the number of ranks they are.
-    `frozen` has the path of each model that is not in a checkpoint, by its flag.
+    Its own part of a checkpoint is its progress; `parts` are the others. `rows` has the rows of a step and of
+    an optimizer step over all ranks, by the flags whose product with the number of ranks they are. `frozen`
+    has the path of each model that is not in a checkpoint, by its flag.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Run(Stateful):
         self.save_clock = IntervalClock(args.save_interval, steps_per_epoch)
 
     def json_state(self) -> dict[str, Any]:
-        """Return how far it is, and of which data."""
+        """Progress of the run, and the digest of its data."""
         return {
             "step": self.step,
             "num_refused": self.num_refused,
@@ -97,7 +97,9 @@ class Run(Stateful):
         }
 
     def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
-        """Take the step; ValueError when the data, frozen models, or the rows of a step or update differ."""
+        """Load the progress. Raises ValueError if the data, frozen models, or the rows of a step or update
+        differ.
+        """
         if state["data_key"] != self.data.key:
             raise ValueError(
                 "the data have changed since it was saved, so its position in them is invalid; restore the "
@@ -117,9 +119,9 @@ class Run(Stateful):
         self.num_updates = state.get("num_updates", max(self.step - self.num_refused, 0))
 
     def begin(self) -> None:
-        """Take the newest whole checkpoint, or clear the folder for a beginning.
+        """Load the newest complete checkpoint, or clear the folder for a new run.
 
-        Raises ValueError when no checkpoint is whole, or it is not of this run.
+        Raises ValueError if no checkpoint is complete, or it belongs to another run.
         """
         earlier, taken = self.earlier, None
         self.models = distributed.run_together(self._fingerprints)[0]
@@ -157,7 +159,9 @@ class Run(Stateful):
         write_file(self.folder / name, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
     def _clear(self) -> None:
-        """Remove what is unfinished; rename checkpoints after the one taken, remove all at a beginning."""
+        """Remove unfinished files; rename checkpoints later than the loaded one, and remove all for a new
+        run.
+        """
         checkpoints = self.folder / FOLDER
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self.folder)
@@ -203,10 +207,10 @@ class Run(Stateful):
         }
 
     def point(self, step: int, position: str = "") -> None:
-        """Save the state after a step if --save_interval wants it. Every rank must call this.
+        """Save the state after a step if --save_interval asks for it. Every rank must call this.
 
-        A run that was asked to stop saves at a `position` within the step too, and leaves: raises Stopped, or
-        SaveFailed when that checkpoint could not be written.
+        A run that was asked to stop also saves at a `position` within the step and exits: raises Stopped, or
+        SaveFailed if that checkpoint could not be written.
         """
         name, is_due = checkpoint_name(step, position), False
         must_stop = self.folder is not None and self.stop.is_asked_anywhere()
@@ -218,7 +222,7 @@ class Run(Stateful):
             raise Stopped(f"stopped after {name}, saved in {self.folder / FOLDER}; the same command resumes")
 
     def _save(self, name: str, *, must_stop: bool = False) -> None:
-        """Save; what fails is a warning, unless the run `must_stop`."""
+        """Save; a failure is a warning, unless the run `must_stop`."""
         if self.folder is None:
             return
         try:
@@ -233,9 +237,10 @@ class Run(Stateful):
             self.logger.note(f"warning: {text}; the run continues")
 
     def refuse(self, step: int, error: StepRefused, position: str = "") -> None:
-        """Count a refused step and keep its batch. Every rank must call this, for the same step.
+        """Count a skipped step and write its batch to disk. Every rank must call this, for the same step.
 
-        One too many raises TooManyBadSteps, with the error as its cause, the state saved as by `point`.
+        Beyond --max_bad_steps raises TooManyBadSteps, caused by the error, with the state saved as by
+        `point`.
         """
         self.num_refused += 1
         count, where = self.num_refused, ""
@@ -250,7 +255,7 @@ class Run(Stateful):
             raise TooManyBadSteps(f"{error}\n{limit}") from error
 
     def finish(self) -> None:
-        """Note that nothing is left to do, and which exports are there: all of them are written."""
+        """Record that the run is complete, and its exports, which are all written."""
         if distributed.is_main() and self.folder:
             exports = sorted(path.parent.name for path in self.folder.glob(f"*/{METADATA_FILE}"))
             facts = {"steps": self.logger.num_steps, "exports": exports}
@@ -258,7 +263,7 @@ class Run(Stateful):
 
 
 def _write_batches(path: Path, step: int, error: StepRefused) -> str:
-    """Write this rank's batches as JSON lines, null for NaN and infinity; return where they are."""
+    """Write this rank's batches as JSON lines, null for NaN and infinity; return their path."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "w", encoding="utf-8") as file:
@@ -270,7 +275,7 @@ def _write_batches(path: Path, step: int, error: StepRefused) -> str:
 
 
 def _rows(batch: PackedBatch) -> Iterator[dict[str, Any]]:
-    """Give a batch item by item."""
+    """Yield the items of a batch."""
     columns = {key: [sequence.tolist() for sequence in batch.sequences(key)] for key in batch.data}
     if ROW_IDS in columns:
         columns[ROW_IDS] = batch.texts(ROW_IDS)
@@ -279,10 +284,10 @@ def _rows(batch: PackedBatch) -> Iterator[dict[str, Any]]:
 
 
 class IntervalClock:
-    """Tells when an interval has passed since the last time that it had, or since this was made.
+    """Tells when an interval has passed since the last time, or since its creation.
 
-    Of a time the first rank's clock decides, for all of them: ranks that save apart wait for one another
-    without end.
+    For a time interval the clock of the first rank decides for all ranks; ranks that saved at different steps
+    would wait for each other forever.
     """
 
     def __init__(self, interval: Interval, steps_per_epoch: int) -> None:
@@ -290,7 +295,7 @@ class IntervalClock:
         self._last = time.monotonic()
 
     def is_due(self, step: int) -> bool:
-        """Return whether the interval has passed at the end of `step` (from 1). Every rank must call this."""
+        """Whether the interval has passed at the end of `step` (from 1). Every rank must call this."""
         seconds = time.monotonic() - self._last if self.interval.seconds else 0.0
         is_due = self.interval.is_due(step, self.steps_per_epoch, seconds)
         if self.interval.seconds:
@@ -300,10 +305,10 @@ class IntervalClock:
 
 
 class StopRequest:
-    """Whether SIGTERM or SIGINT asked this process to save and leave; a second one makes it leave at once.
+    """Whether SIGTERM or SIGINT asked this process to save and exit; a second signal exits at once.
 
-    Python calls a signal's handler between two of its own instructions, and a rank that waits for another in
-    a collective has none. So the number is read from the interpreter's wake-up descriptor by a thread.
+    Python calls a signal handler between two bytecode instructions, and a rank that waits in a collective
+    executes none. So a thread reads the signal number from the interpreter's wake-up descriptor.
     """
 
     def __init__(self) -> None:
@@ -311,7 +316,7 @@ class StopRequest:
         self._asked_at = 0.0
 
     def install(self) -> None:
-        """Take over the signals, of which a shell may have let this process ignore some."""
+        """Handle the signals, some of which a shell may have set to be ignored."""
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -338,12 +343,12 @@ class StopRequest:
             os._exit(128 + number)
 
     def is_asked_anywhere(self) -> bool:
-        """Return whether any rank was asked. Every rank must call this."""
+        """Whether any rank was asked. Every rank must call this."""
         return distributed.max_float(float(bool(self.name))) > 0
 
 
 def _versions() -> dict[str, str]:
-    """Return {package: version} of Python and of those that move a run's numbers."""
+    """{package: version} of Python and of the packages that affect a run's numbers."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -352,13 +357,13 @@ def _versions() -> dict[str, str]:
 
 
 def _count_parameters(module: torch.nn.Module) -> dict[str, int]:
-    """Return how many parameters a model has, and how many of them are trained, whatever is sharded."""
+    """Number of parameters of a model and number of trained ones, sharded or not."""
     counts = [(whole_shape(p).numel(), p.requires_grad) for p in module.parameters()]
     return {"all": sum(n for n, _ in counts), "trained": sum(n for n, is_trained in counts if is_trained)}
 
 
 def _code_version() -> str:
-    """Return the commit of these files, with a plus where they were changed; "" where there is no git."""
+    """Commit of these files, with a plus if they were changed; "" without git."""
     command = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=5.0)

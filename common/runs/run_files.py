@@ -40,7 +40,7 @@ def read_lock(folder: Path) -> dict[str, Any]:
 
 
 def held_message(folder: Path) -> str:
-    """Return why a second run must not begin in a folder, "" where no other process writes to it."""
+    """Why a second run must not start in a folder; "" if no other process writes to it."""
     try:
         with open(folder / LOCK_FILE, "r+") as file:
             _lock(file)
@@ -56,7 +56,7 @@ def held_message(folder: Path) -> str:
 def take_lock(output_dir: str) -> None:
     """Keep other runs out of a folder until this process ends; only the first rank may call this.
 
-    Raises ValueError when another run is in it, OSError when it cannot be written.
+    Raises ValueError if another run is in it, OSError if it cannot be written.
     """
     global _held
     release_lock(None)
@@ -80,9 +80,9 @@ def take_lock(output_dir: str) -> None:
 
 
 def release_lock(exit_code: int | None) -> None:
-    """Note how this process ends, and let others write to the folder that it holds, if any.
+    """Record the exit code of this process, and release the lock of its folder, if any.
 
-    A run that is refused after all leaves the file as it was, and no folder where that is empty.
+    A run that is rejected leaves the file unchanged, and removes a folder that is empty.
     """
     global _held
     if not _held:

@@ -41,7 +41,7 @@ _RUN_ID = {TENSORBOARD: "log_dir", "wandb": "id", "mlflow": "info.run_id", "trac
 
 
 class _GrowingFile:
-    """A file that a run appends to; what cannot be written waits in memory."""
+    """A file that a run appends to; lines that cannot be written wait in memory."""
 
     def __init__(self, path: Path, note: Callable[[str], None]) -> None:
         self.path, self.note = path, note
@@ -49,7 +49,9 @@ class _GrowingFile:
         self.waiting = b""
 
     def append(self, data: bytes = b"") -> None:
-        """Write it behind what waits, all or nothing; cut off a torn line, and what a resumed run repeats."""
+        """Write a line after the waiting ones, all or nothing; cut off a torn line, and lines that a resumed
+        run repeats.
+        """
         is_first_to_wait = not self.waiting
         self.waiting += data
         if not self.waiting and not self.size and not self.path.exists():
@@ -72,10 +74,10 @@ class _GrowingFile:
 
 
 class RunLogger(Stateful):
-    """The one place a program's numbers go to: a part of a checkpoint, for it knows how far its files are.
+    """Logging of a program's metrics; part of a checkpoint, because it records the length of its files.
 
-    `columns` are the metric names of the console line, in order; metrics.jsonl has all of them. `open` or
-    `load` comes before the first number. A disk that is full does not end a run: lines wait.
+    `columns` are the metrics of the console line, in order; metrics.jsonl has all metrics. Call `open` or
+    `load` before the first metric. A full disk does not end a run: lines wait.
     """
 
     def __init__(self, args: RunArguments, columns: Sequence[str], num_steps: int) -> None:
@@ -89,9 +91,9 @@ class RunLogger(Stateful):
         self._last_step = 0
 
     def open(self, last_step: int | None = None) -> None:
-        """Begin a run in the trackers and the files, or resume after `last_step`.
+        """Start a run in the trackers and the files, or resume after `last_step`.
 
-        Raises ValueError when a tracker cannot, before anything of an earlier run is removed.
+        Raises ValueError if a tracker fails, before anything of an earlier run is removed.
         """
         if self.folder:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +105,7 @@ class RunLogger(Stateful):
             (self.folder / METRICS).touch()
 
     def json_state(self) -> dict[str, Any]:
-        """Return how far the files are, once they are on the disk so far."""
+        """Lengths of the files, after syncing them to the disk."""
         for file in self.files.values():
             file.append()
             if file.waiting:
@@ -114,7 +116,7 @@ class RunLogger(Stateful):
         return {"sizes": sizes, "seconds": time.monotonic() - self.started, "step": self._last_step}
 
     def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
-        """Cut the files where they were, so that what comes again is there once."""
+        """Truncate the files to their saved lengths, so that repeated steps occur once."""
         self.started = time.monotonic() - state["seconds"]
         self._last_step = state["step"]
         for name, file in self.files.items():
@@ -123,13 +125,13 @@ class RunLogger(Stateful):
         self.open(state["step"])
 
     def note(self, text: str) -> None:
-        """Print a line; where nobody can take it any more, it is lost."""
+        """Print a line; it is lost if nobody reads the stream any more."""
         if self.is_on:
             with contextlib.suppress(OSError):  # a full disk, or a pipe whose reader has gone
                 print(text, flush=True)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one step's numbers everywhere; `step` counts from 1."""
+        """Log the metrics of a step everywhere; `step` counts from 1."""
         self._last_step = step
         metrics = {**metrics, "perf/peak_memory_gib": peak_memory_gib()}
         seconds = time.monotonic() - self.started
@@ -141,23 +143,25 @@ class RunLogger(Stateful):
             self._print(step, shown, f"  left {left}")
 
     def log_event(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write numbers that come now and then (an evaluation), with a line of their own."""
+        """Log metrics of an occasional event (an evaluation), on a line of their own."""
         self._write(METRICS, step, metrics)
         self.trackers.log(metrics, step)
         self._print(step, metrics)
 
     def sample(self, step: int, **fields: Any) -> None:
-        """Write one sample answer to samples.jsonl."""
+        """Write a sample to samples.jsonl."""
         self._write(SAMPLES, step, fields)
 
     def rollout(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write a step's responses to rollouts.jsonl.gz: a gzip member, which a resumed run can cut off."""
+        """Write the responses of a step to rollouts.jsonl.gz, as a gzip member that a resumed run can cut
+        off.
+        """
         if self.folder:
             lines = "".join(json_line({"step": step, **row}) for row in rows)
             self.files[ROLLOUTS].append(gzip.compress(lines.encode(), mtime=0))
 
     def close(self) -> None:
-        """Close the trackers and draw report.html from the files."""
+        """Close the trackers and write report.html from the files."""
         self.trackers.close()
         for file in self.files.values():
             file.append()
@@ -179,9 +183,9 @@ class RunLogger(Stateful):
 
 
 def draw_run(folder: Path) -> None:
-    """Write report.html of a run, in a process of its own: no rank imports what draws.
+    """Write report.html of a run in a separate process, so that no rank imports plotting libraries.
 
-    Raises OSError or a timeout when it cannot be written.
+    Raises OSError or a timeout if it cannot be written.
     """
     command = [sys.executable, "-m", "tools.report", folder.resolve()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, errors="replace", timeout=REPORT_SECONDS)
@@ -191,7 +195,7 @@ def draw_run(folder: Path) -> None:
 
 
 def peak_memory_gib() -> float:
-    """Return the most memory this process has held so far: the GPU's if there is one, else resident."""
+    """Peak memory of this process: of the GPU if there is one, else resident memory."""
     if distributed.has_gpu():
         return torch.cuda.max_memory_allocated() / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
@@ -199,7 +203,7 @@ def peak_memory_gib() -> float:
 
 
 def missing_trackers(kinds: Sequence[str]) -> list[str]:
-    """Return a problem for each tracker whose package is not installed."""
+    """A problem for each tracker whose package is not installed."""
     return [
         f"--trackers {kind}: the package {kind} is not installed; pip install {kind}, or leave it out"
         for kind in dict.fromkeys(kinds)
@@ -208,7 +212,7 @@ def missing_trackers(kinds: Sequence[str]) -> list[str]:
 
 
 def start_tracker(kind: str, run_id: str, args: RunArguments, last_step: int | None) -> tuple[Any, str]:
-    """Begin a run named after the output folder, or resume `run_id` after `last_step`; return tracker and id.
+    """Start a run named after the output folder, or resume `run_id` after `last_step`; return tracker and id.
 
     The tracker is accelerate's `GeneralTracker`, its `tracker` the run. Raises what it raises.
     """
@@ -241,7 +245,7 @@ def start_tracker(kind: str, run_id: str, args: RunArguments, last_step: int | N
 
 
 class TrackerGroup:
-    """All trackers of a run, on its first rank. One that fails is given up with a word; the run continues."""
+    """Trackers of a run, on its first rank. One that fails is dropped with a warning; the run continues."""
 
     def __init__(self, args: RunArguments, note: Callable[[str], None]) -> None:
         self.args, self.note = args, note
@@ -251,7 +255,9 @@ class TrackerGroup:
         self.sent: dict[str, dict[str, Any]] = {}
 
     def open(self, last_step: int | None) -> None:
-        """Begin a run in each tracker, or resume after `last_step`. Raises ValueError, naming the tracker."""
+        """Start a run in each tracker, or resume after `last_step`. Raises ValueError with the tracker's
+        name.
+        """
         if self.file and last_step is None:
             self.file.unlink(missing_ok=True)  # of an earlier run in this folder
         known = read_if_whole(self.file) if self.file else {}
@@ -270,7 +276,9 @@ class TrackerGroup:
         self._write()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send to each tracker what it has not had: steps come in order, a step's metrics in parts."""
+        """Send each tracker the metrics that it has not had: steps arrive in order, the metrics of a step in
+        parts.
+        """
         for kind, tracker in list(self.trackers.items()):
             sent = self.sent[kind]
             if step > sent["step"]:
@@ -288,7 +296,7 @@ class TrackerGroup:
         self._write()
 
     def close(self) -> None:
-        """Wait until all is sent."""
+        """Wait until everything is sent."""
         for kind, tracker in self.trackers.items():
             try:
                 tracker.finish()
@@ -297,7 +305,7 @@ class TrackerGroup:
         self.trackers = {}
 
     def _write(self) -> None:
-        """Note how far they are: seen whole or as before, but not waited for until it is on the disk."""
+        """Record the progress of the trackers atomically, without waiting for the disk."""
         if self.file and self.trackers.keys() - {TENSORBOARD}:
             temporary = self.file.with_name(self.file.name + WRITING)
             with contextlib.suppress(OSError):  # a full disk: a step may then be sent twice

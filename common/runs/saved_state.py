@@ -32,7 +32,7 @@ SAFETENSORS_NAMES = {
 
 
 class TensorSlice(NamedTuple):
-    """A run of a flat tensor."""
+    """A slice of a flat tensor."""
 
     key: str
     start: int
@@ -40,7 +40,7 @@ class TensorSlice(NamedTuple):
 
 
 class TensorReader:
-    """Reads slices from the files of all ranks, whatever slices these were written in."""
+    """Reads slices from the files of all ranks, whatever slices these were written as."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         # key -> (start, end, file, name there), in order
@@ -54,13 +54,13 @@ class TensorReader:
             slices.sort(key=lambda one: one[:2])
 
     def numel(self, key: str) -> int:
-        """Return the length of a flat tensor, 0 for one that is not there."""
+        """Length of a flat tensor; 0 if it does not exist."""
         return max((end for _, end, _, _ in self.index.get(key, ())), default=0)
 
     def read(self, key: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
-        """Return elements start to start + numel (None: to the end) of a flat tensor.
+        """Elements start to start + numel (None: to the end) of a flat tensor.
 
-        Raises ValueError when they are not all there.
+        Raises ValueError if some are missing.
         """
         end = self.numel(key) if numel is None else start + numel
         parts = [  # those that only touch it too: nothing has a dtype as well
@@ -74,9 +74,9 @@ class TensorReader:
 
 
 def write_slices(file: Path, slices: Iterable[TensorSlice]) -> None:
-    """Write a rank's slices as safetensors; keys may hold any text.
+    """Write a rank's slices as safetensors; keys may be any text.
 
-    Piece by piece: safetensors' own `save_file` needs all of them in the host's memory.
+    Chunk by chunk: safetensors' own `save_file` needs all of them in the host's memory.
     """
     header: dict[str, dict[str, Any]] = {}
     end = 0
@@ -96,10 +96,10 @@ def write_slices(file: Path, slices: Iterable[TensorSlice]) -> None:
 
 
 class Stateful:
-    """Something that a checkpoint saves and loads. Every rank must call each method together."""
+    """An object that a checkpoint saves and loads. Every rank must call each method together."""
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
-        """Give the slices that this rank owns; none unless overridden."""
+        """Slices that this rank owns; none unless overridden."""
         return iter(())
 
     def json_state(self) -> dict[str, Any]:
@@ -107,12 +107,12 @@ class Stateful:
         return {}
 
     def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
-        """Take what was saved; `state` is from `json_state`. Raises ValueError when it is not of this run."""
+        """Load the state; `state` is from `json_state`. Raises ValueError if it belongs to another run."""
         raise NotImplementedError
 
 
 class Segment(NamedTuple):
-    """Where a run of a parameter lies in a tensor that this rank holds."""
+    """Location of a part of a parameter in a tensor that this rank holds."""
 
     name: str  # of the parameter
     size: int  # elements of the parameter
@@ -135,7 +135,7 @@ class Segment(NamedTuple):
         return run
 
     def save(self, key: str, tensor: torch.Tensor) -> Iterator[TensorSlice]:
-        """Give what this rank is to save of a tensor that has the owner's shape: one slice, or nothing."""
+        """This rank's slice of a tensor with the owner's shape, or nothing."""
         flat, start = self._run_of(tensor), self.start
         if self.is_on_all_ranks:
             share = own_share(self.numel)
@@ -144,9 +144,9 @@ class Segment(NamedTuple):
             yield TensorSlice(key, start, flat)
 
     def load(self, reader: TensorReader, key: str, tensor: torch.Tensor) -> None:
-        """Fill the run of a tensor that has the owner's shape.
+        """Fill the part of a tensor with the owner's shape.
 
-        Raises ValueError when the parameter that was saved is missing or has another size.
+        Raises ValueError if the saved parameter is missing or has another size.
         """
         if reader.numel(key) != self.size:
             raise ValueError(f"it holds {reader.numel(key)} elements of {key}, not {self.size}")
@@ -154,9 +154,9 @@ class Segment(NamedTuple):
 
 
 class EngineState(Stateful):
-    """Weights, optimizer, schedule, loss scale and counters of a DeepSpeed engine: a part of a checkpoint.
+    """Weights, optimizer, schedule, loss scale and counters of a DeepSpeed engine, as part of a checkpoint.
 
-    Weights and moments have the dtype of --optimizer_dtype, and go by the parameter's name.
+    Weights and moments have the dtype of --optimizer_dtype, under the parameter's name.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -173,7 +173,7 @@ class EngineState(Stateful):
             yield Segment(names[id(p)], size, start, numel, owner, offset, is_on_all_ranks=self.stage == 0)
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
-        """Give the weights and moments that this rank owns."""
+        """The weights and moments that this rank owns."""
         for segment in self.segments:
             yield from segment.save(f"{segment.name}:weight", segment.owner)
             state = self.adam.state.get(segment.owner, {})
@@ -194,7 +194,7 @@ class EngineState(Stateful):
         }
 
     def _adam_steps(self) -> dict[str, float]:
-        """Return the updates that AdamW has made of each parameter; under ZeRO, of `ALL` alike."""
+        """Number of AdamW updates of each parameter; under ZeRO, of `ALL` together."""
         steps = {
             segment.name: float(self.adam.state[segment.owner]["step"])
             for segment in self.segments
@@ -207,9 +207,9 @@ class EngineState(Stateful):
 
     @torch.no_grad()
     def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
-        """Take what was saved. Every rank must call this.
+        """Load the state. Every rank must call this.
 
-        Raises ValueError, with the engine half loaded, when a parameter is missing or has another size.
+        Raises ValueError, with the engine half loaded, if a parameter is missing or has another size.
         """
         steps = state["adam_steps"]
         for segment in self.segments:
@@ -228,7 +228,7 @@ class EngineState(Stateful):
             setattr(self.engine, name, state["counters"][name])
 
     def _make_moments(self, owner: torch.Tensor, step: float) -> dict[str, torch.Tensor]:
-        """Return the moments of a tensor, made with their step as the optimizer's first step would."""
+        """Moments of a tensor, created with their step as the optimizer's first step would."""
         state = self.adam.state[owner]
         if not state:
             # A fused AdamW counts on the device of its tensors.
@@ -240,7 +240,7 @@ class EngineState(Stateful):
         return {name: state[name] for name in MOMENTS if name in state}
 
     def _spread_weights(self) -> None:
-        """Bring the loaded fp32 weights to where the model reads them."""
+        """Copy the loaded fp32 weights to the model's weights."""
         if self.stage in (1, 2):
             self.zero.update_lp_params()
         elif self.stage == 3:
@@ -252,7 +252,7 @@ class EngineState(Stateful):
 
 @contextmanager
 def kept_random_numbers() -> Iterator[None]:
-    """Let the block sample what it likes: the generators of python, numpy and torch are then as they were."""
+    """Context that restores the random state of python, numpy and torch at its end."""
     states = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng([distributed.device()] if distributed.has_gpu() else []):
@@ -263,13 +263,14 @@ def kept_random_numbers() -> Iterator[None]:
 
 
 class RandomState(Stateful):
-    """The generators of python, numpy and torch on every rank.
+    """Random state of python, numpy and torch on every rank.
 
-    More ranks than were saved share what there is; dropout then differs from a run that was not stopped.
+    If there are more ranks than were saved, they share the saved states; dropout then differs from a run that
+    was not stopped.
     """
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
-        """Give this rank's states as bytes."""
+        """This rank's states as bytes."""
         rank, (kind, keys, *rest) = distributed.rank(), numpy.random.get_state()
         of_python = {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]}
         text = torch.frombuffer(bytearray(json.dumps(of_python).encode()), dtype=torch.uint8)
@@ -279,11 +280,11 @@ class RandomState(Stateful):
             yield TensorSlice(f"{rank}:cuda", 0, torch.cuda.get_rng_state())
 
     def json_state(self) -> dict[str, Any]:
-        """Return how many ranks there are."""
+        """Number of ranks."""
         return {"world_size": distributed.world_size()}
 
     def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
-        """Set all generators of this rank."""
+        """Restore the random state of this rank."""
         rank = distributed.rank() % state["world_size"]
         of_python = json.loads(bytes(reader.read(f"{rank}:python").tolist()))
         version, internal, gauss = of_python["python"]
