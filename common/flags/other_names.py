@@ -24,7 +24,9 @@ SWITCHES = {
 
 
 def rename_flags(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return the flags of a run that an earlier version saved, with those that its switches stood for."""
+    """The flags of a run saved by an earlier version, under their present names and with those that its
+    switches set.
+    """
     flags = dict(saved)
     if flags.get("disable_dropout"):
         flags["dropout"] = 0.0

@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 
 def import_plugins(names: Sequence[str], problems: Problems) -> None:
-    """Import what --plugins names, in order; each that cannot be is a problem with its cure.
+    """Import the modules in --plugins, in order; add a problem for each that fails.
 
-    Every rank must call this, before the flags that name what the modules register are checked.
+    Every rank must call this, before flags that name what the modules register are checked.
     """
     for name in names:
         try:
@@ -31,9 +31,9 @@ def import_plugins(names: Sequence[str], problems: Problems) -> None:
 
 
 def import_own_module(name: str) -> ModuleType:
-    """A module of the user's; the working folder is searched after everything else on the import path.
+    """Import a module of the user; the working folder is searched last.
 
-    Raises ImportError: it cannot be imported, whatever it raised itself; with reason, place and cure.
+    Raises ImportError, with reason, place and cure, whatever the module itself raises.
     """
     if name.endswith(".py") or "/" in name:
         module = name.removesuffix(".py").strip("./").replace("/", ".")
@@ -61,22 +61,22 @@ def import_own_module(name: str) -> ModuleType:
 
 
 def get_from(module: ModuleType, name: str) -> object:
-    """The object called `name` in a module. Raises ImportError: there is none; names the nearest."""
+    """The object called `name` in a module. Raises ImportError, with the nearest name, if there is none."""
     if hasattr(module, name):
         return getattr(module, name)
     raise ImportError(f"module {module.__name__} has no {name}{did_you_mean(name, vars(module))}")
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The nearest of some names, for the end of a message; empty: none is near."""
+    """The nearest of some names, for the end of a message; empty if none is near."""
     near = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 class FunctionsByName(dict[str, T]):
-    """Functions that a flag names, with their traits: registered, or imported as MODULE:FUNCTION.
+    """Functions that a flag can name: registered ones with their traits, or MODULE:FUNCTION.
 
-    A value is of the class `kind`, whose first two fields are the name and the function.
+    A value is an instance of the class `kind`, whose first two fields are the name and the function.
     """
 
     def __init__(self, flag: str, kind: Callable[..., T]) -> None:
@@ -84,9 +84,9 @@ class FunctionsByName(dict[str, T]):
         self.flag, self.kind = flag, kind
 
     def register(self, name: str, **traits: object) -> Callable[[T], T]:
-        """Return a decorator that registers a function; `traits` are the other fields of its entry.
+        """Decorator that registers a function; `traits` are the other fields of its entry.
 
-        Raises ValueError when another function has the name already.
+        Raises ValueError if another function has the name already.
         """
 
         def register(function: Any) -> Any:
@@ -99,15 +99,14 @@ class FunctionsByName(dict[str, T]):
         return register
 
     def function_of(self, entry: T) -> Callable[..., Any]:
-        """Return the function of an entry."""
+        """The function of an entry."""
         return list(vars(entry).values())[1]
 
     def find(self, name: str) -> T:
-        """Return the entry of a registered name, or of MODULE:FUNCTION, which is imported.
+        """The entry of a registered name, or of MODULE:FUNCTION, which is imported.
 
-        A function that its module registers comes with its traits; a plain one has the defaults of the class.
-
-        Raises ValueError for anything else: the message names the nearest, or why the import failed.
+        A function that its module registers keeps its traits; a plain one gets the defaults of the class.
+        Raises ValueError for anything else, with the nearest name or the reason why the import failed.
         """
         if name in self:
             return self[name]
@@ -126,7 +125,7 @@ class FunctionsByName(dict[str, T]):
 
 
 def origin_of(thing: Any) -> tuple[str, str]:
-    """The name of a class or function, and its file: the same when a module is imported again."""
+    """Name and file of a class or function; the same when a module is imported again."""
     thing = inspect.unwrap(thing)
     module = sys.modules.get(thing.__module__)
     return thing.__qualname__, getattr(module, "__file__", None) or thing.__module__

@@ -37,17 +37,17 @@ RANGE = {
 
 
 class Problems:
-    """Everything that is wrong with a start-up, told in one message."""
+    """All problems of a start-up, reported in one message."""
 
     def __init__(self) -> None:
         self.messages: list[str] = []
         self.unread_flags: set[str] = set()  # their defaults stand in for values that cannot be used
 
     def add(self, message: str, *, flag: str = "") -> None:
-        """Remember one problem: it names the flag or file, the value and the cure.
+        """Add a problem that names the flag or file, the value and the cure.
 
-        `flag` is one whose value cannot be used. A later message that names it is dropped: it would speak of
-        the default.
+        `flag` is one with an invalid value. Later messages that name it are dropped, because they would be
+        about its default.
         """
         is_about_default = self.unread_flags & set(re.findall(r"--\w+", message))
         if message not in self.messages and not is_about_default:
@@ -62,15 +62,15 @@ class Problems:
 
     @contextlib.contextmanager
     def catch(self, prefix: str = "") -> Iterator[None]:
-        """Add what a ValueError says that ends the block, behind `prefix`."""
+        """Context that adds the message of a ValueError, after `prefix`."""
         try:
             yield
         except ValueError as error:
             self.add(f"{prefix}{error}")
 
     def exit_if_any(self, *, is_told_by_all: bool = False) -> None:
-        """Leave with exit code 2 when anything was added; the first process of each machine prints, or all:
-        a machine may lack a file that others have.
+        """Exit with code 2 if there are problems; the first process of each machine prints them, or all do: a
+        machine may lack a file that others have.
         """
         if not self.messages:
             return
@@ -85,18 +85,18 @@ class Problems:
 
 
 def shortened(text: str) -> str:
-    """Return a value for a message: the beginning of a long one."""
+    """A value for a message; only the beginning of a long one."""
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 def describe_range(limits: dict[str, float]) -> str:
-    """Return a flag's range in words, such as `at least 0 and below 1`; empty without a limit."""
+    """A flag's range in words, such as `at least 0 and below 1`; empty without limits."""
     return " and ".join(f"{RANGE[name][0]} {limit}" for name, limit in limits.items())
 
 
 def is_usable(value: object) -> bool:
-    """Return whether a value can be used anywhere: a number that fp32 or float64 holds, text that a file's
-    name or an address can be.
+    """Whether a value is usable anywhere: a number that fp32 or float64 holds, or text that is valid in file
+    names and addresses.
     """
     if not isinstance(value, str):
         return abs(value) <= LARGEST[type(value)]
@@ -109,20 +109,20 @@ def is_usable(value: object) -> bool:
 
 
 def has_hub_form(name: str) -> bool:
-    """Return whether a name could be one of a hub, NAME or OWNER/NAME; any other can only be a path."""
+    """Whether a name has the form of a hub name, NAME or OWNER/NAME; any other can only be a path."""
     return not name.startswith(("/", ".", "~")) and name.count("/") < 2
 
 
 def given_flags(argv: Sequence[str] | None = None) -> set[str]:
-    """Return the names, without dashes, of the flags on the command line."""
+    """Names, without dashes, of the flags on the command line."""
     words = sys.argv[1:] if argv is None else argv
     return {word.split("=")[0].removeprefix("--") for word in words if word.startswith("--")}
 
 
 def no_effect_notes(args: Any, argv: Sequence[str] | None = None) -> list[str]:
-    """Return one line for each flag that was given and does nothing: in any run, or without another flag.
+    """A line for each given flag without effect, in any run or without another flag.
 
-    One that would only do something with another, and has its default, is not told of.
+    Flags left at their default are not reported.
     """
     given = given_flags(argv)
     fields = dataclasses.fields(args)
@@ -142,7 +142,7 @@ def no_effect_notes(args: Any, argv: Sequence[str] | None = None) -> list[str]:
 
 
 def _is_set(args: Any, name: str, sign: str = "", wanted: str = "") -> bool:
-    """Return whether a flag has the value of `only_with`, or without one another than its default."""
+    """Whether a flag has the value in `only_with`, or without a value there, one other than its default."""
     value = getattr(args, name)
     if not sign:
         return value != getattr(type(args), name, [])

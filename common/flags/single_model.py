@@ -99,4 +99,4 @@ class SingleModelArguments(
     CheckpointArguments,
     RunArguments,
 ):
-    """What steps 1 and 2 share."""
+    """Flags that steps 1 and 2 share."""

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class _LostOutput(io.FileIO):
-    """A descriptor that drops what cannot be written, and says so once unless its reader has gone."""
+    """A file that drops what cannot be written, and reports that once unless its reader has gone."""
 
     is_lost = False
 
@@ -29,18 +29,18 @@ class _LostOutput(io.FileIO):
 
 
 class _LastingText(io.TextIOWrapper):
-    """A stream that a function of the user's cannot close."""
+    """A stream that user functions cannot close."""
 
     def close(self) -> None:
-        """Write what is held back."""
+        """Flush the stream."""
         self.flush()
 
 
 def settle_streams() -> None:
-    """Make standard input, output and error usable whatever they are; every program calls this first.
+    """Make standard input, output and error usable in any state; every program calls this first.
 
-    A closed one is the null device, what cannot be written is dropped, a letter that the encoding lacks is
-    spelled out. Streams that a caller has put in their place, as tests do, stay.
+    A closed stream becomes the null device, output that cannot be written is dropped, and characters that the
+    encoding lacks are escaped. Streams that a caller has replaced, as tests do, are kept.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a file of a run would get its number
         pass
@@ -64,7 +64,7 @@ def settle_streams() -> None:
 
 
 def run_tool(main: Callable[[], Any]) -> None:
-    """Run a tool's main function and leave with the exit code that it returns; Ctrl-C ends it in one line."""
+    """Run a tool's main function and exit with the code that it returns; Ctrl-C ends it with one line."""
     settle_streams()
     try:
         raise SystemExit(main())

@@ -7,16 +7,16 @@ UNITS = {"s": 1, "m": 60, "h": 3600}  # in seconds
 
 
 class Interval(str):
-    """The text of a flag: a number of steps (0: never), `epoch`, or a time such as 90s, 30m or 2h.
+    """Text of a flag: a number of steps (0: never), `epoch`, or a time such as 90s, 30m or 2h.
 
-    Raises ValueError for another text.
+    Raises ValueError for any other text.
     """
 
     steps: int  # 0 for one that is not counted in steps
     seconds: int  # 0 for one that is no time
 
     def __new__(cls, text: str) -> "Interval":
-        """Read the text, which stays what it is: JSON and `==` know it as such."""
+        """Parse the text; the value stays a str for JSON and equality."""
         match = re.fullmatch(r"epoch|([0-9]{1,9})|([0-9]{0,6}[1-9][0-9]{0,6})([smh])", text)
         if match is None:
             raise ValueError(text)
@@ -30,7 +30,7 @@ class Interval(str):
         return self == "epoch" or self.steps + self.seconds > 0
 
     def is_due(self, step: int, steps_per_epoch: int, seconds: float) -> bool:
-        """Return whether it has passed at the end of `step` (from 1), `seconds` after the last time."""
+        """Whether it has passed at the end of `step` (from 1), `seconds` after the last time."""
         if self.seconds:
             return seconds >= self.seconds
         num_steps = steps_per_epoch if self == "epoch" else self.steps
@@ -38,17 +38,17 @@ class Interval(str):
 
 
 class TokenCaps(str):
-    """The text of a flag: the most tokens of a pass, or TRAIN,SCORE: of one that trains, and of one without
-    gradients; TRAIN 0: by rows.
+    """Text of a flag: the token budget of a pass, or TRAIN,SCORE for passes with and without gradients; TRAIN
+    0: by rows.
 
-    Raises ValueError for another text.
+    Raises ValueError for any other text.
     """
 
     train: int
     score: int  # TRAIN where it is not given
 
     def __new__(cls, text: str) -> "TokenCaps":
-        """Read the text, which stays what it is."""
+        """Parse the text; the value stays a str."""
         match = re.fullmatch(r"([0-9]{1,9})(,0*[1-9][0-9]{0,8})?", text)
         if match is None:
             raise ValueError(text)
@@ -58,18 +58,18 @@ class TokenCaps(str):
         return caps
 
     def __bool__(self) -> bool:
-        """Whether training is cut by tokens."""
+        """Whether micro-batches of training are cut by tokens."""
         return self.train > 0
 
 
 class KLLimit(str):
-    """The text of a flag: KL, or KL:skip; KL 0: no limit. Raises ValueError for another text."""
+    """Text of a flag: KL or KL:skip; KL 0: no limit. Raises ValueError for any other text."""
 
     kl: float  # a token, in nats
     is_skip: bool  # what exceeds it is left out, and not the last
 
     def __new__(cls, text: str) -> "KLLimit":
-        """Read the text, which stays what it is."""
+        """Parse the text; the value stays a str."""
         number, colon, word = text.partition(":")
         limit = super().__new__(cls, text)
         limit.kl, limit.is_skip = float(number), word == "skip"
@@ -82,5 +82,5 @@ class KLLimit(str):
         return self.kl > 0
 
     def is_exceeded(self, kl: float) -> bool:
-        """Return whether a minibatch's KL a token is too far."""
+        """Whether a minibatch's KL per token exceeds the limit."""
         return 0 < self.kl < kl

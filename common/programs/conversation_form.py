@@ -17,11 +17,11 @@ READS_CLOSING = "reads_closing"  # in the metadata of a reward model that reads 
 def find_template(
     flag: str, name_or_path: str, args: Any, tokenizer: PreTrainedTokenizerFast | None, problems: Problems
 ) -> tuple[Template | None, list[str]]:
-    """Return the template of a run that begins with this model, and notes; None after adding a problem.
+    """The template of a run that starts from this model, and notes; None after adding a problem.
 
-    It is --template, else what the model's triptych.json says, else the tokenizer's chat template, else
-    human_assistant; `args` gets its name and its variables. A chat template that ends turns by another token
-    of the vocabulary than eos makes that token the tokenizer's eos, unless --eot_token is given.
+    It is --template, else that in the model's triptych.json, else the tokenizer's chat template, else
+    human_assistant; `args` gets its name and variables. If the chat template ends turns with another token of
+    the vocabulary than EOS, that token becomes the tokenizer's EOS, unless --eot_token is given.
     """
     if tokenizer is None:
         return None, []
@@ -56,7 +56,7 @@ def find_template(
 
 
 def describe_form(args: Any) -> dict[str, Any]:
-    """The form of a conversation, as an export's metadata records it and `find_template` reads it."""
+    """Conversation format for an export's metadata, which `find_template` reads."""
     form = {"template": args.template}
     if args.chat_template_kwargs:
         form["chat_template_kwargs"] = args.chat_template_kwargs
@@ -66,8 +66,8 @@ def describe_form(args: Any) -> dict[str, Any]:
 
 
 def closing_of(path: str, template: Template) -> list[int]:
-    """Token ids behind the end of turn at the last of which a reward model reads its score, as readers of its
-    own chat template do; none for one that an earlier version of step 2 trained at the end of turn.
+    """Token ids after the end of turn, at the last of which a reward model reads its score, as other programs
+    do with its chat template; none for a model that an earlier version of step 2 trained at the end of turn.
     """
     metadata = read_metadata(path)
     return template.closing_ids if not metadata or metadata.get(READS_CLOSING) else []

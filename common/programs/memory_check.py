@@ -15,11 +15,10 @@ FITS, TOO_LARGE = 0, 2  # exit codes of the plan; the latter becomes that of all
 
 
 def check_memory(stage: int, argv: Sequence[str] | None = None) -> None:
-    """Print the memory plan of step `stage` for this machine's GPUs; leave with 2 where it does not fit.
+    """Print the memory plan of step `stage` for this machine's GPUs; exit with code 2 if it does not fit.
 
-    `argv` are the words of the command line, None for this process's. Nothing is planned on a CPU, nor where
-    rank 0's environment has NO_PLAN: run.sh and train.py set it once they have planned. Every rank must call
-    this, before `distributed.start`.
+    `argv` defaults to sys.argv[1:]. Nothing is planned on a CPU, or if rank 0's environment has NO_PLAN,
+    which run.sh and train.py set after their own plan. Every rank must call this, before `distributed.start`.
     """
     if not distributed.has_gpu():
         return
@@ -33,9 +32,9 @@ def check_memory(stage: int, argv: Sequence[str] | None = None) -> None:
 
 
 def print_plan(stage: int, words: Sequence[str]) -> bool:
-    """Return whether a step with these flags may start, after saying what is planned or why nothing is.
+    """Print the plan of a step with these flags, or why there is none; return whether the step may start.
 
-    The plan is made in a process of its own: no rank imports tools.
+    The plan is made in a separate process, because ranks do not import tools.
     """
     num_gpus = distributed.num_ranks_here()
     machines = {"gpu": "here", "num_gpus": num_gpus, "num_nodes": -(-distributed.world_size() // num_gpus)}

@@ -13,8 +13,8 @@ from common.models.lora import adapted_model_targets
 
 
 def check_family(flag: str, config: Any, args: Any, problems: Problems, *, is_ranker: bool = False) -> None:
-    """Add the problem of a family that our passes do not compute with as its own code does, and of a
-    classifier where a language model is wanted.
+    """Add a problem if our passes do not compute what the family's own code does, or if a classifier is given
+    in place of a language model.
     """
     if config is None:
         return
@@ -26,7 +26,7 @@ def check_family(flag: str, config: Any, args: Any, problems: Problems, *, is_ra
 
 
 def check_length(config: Any, num_tokens: int, flags: str, problems: Problems) -> None:
-    """Add a problem when the flags ask for more tokens than a model can have in a row."""
+    """Add a problem if the flags ask for more tokens than the model supports."""
     if config is None:
         return
     limit, name = length_limit(config)
@@ -35,13 +35,13 @@ def check_length(config: Any, num_tokens: int, flags: str, problems: Problems) -
 
 
 def empty_model(config: Any, args: Any, auto_class: Any = AutoModelForCausalLM) -> Any:
-    """Return the model of a configuration on the meta device, where weights take no memory."""
+    """Model of a configuration on the meta device, where weights take no memory."""
     with torch.device("meta"):
         return auto_class.from_config(config, trust_remote_code=args.trust_remote_code)
 
 
 def check_lora(flag: str, config: Any, module_name: str, args: Any, problems: Problems) -> None:
-    """Add a problem when `module_name` means no matrix of the model."""
+    """Add a problem if `module_name` matches no matrix of the model."""
     if config is None or module_name == "auto":
         return
     with problems.catch():
@@ -51,9 +51,10 @@ def check_lora(flag: str, config: Any, module_name: str, args: Any, problems: Pr
 def check_new_tokens(
     flag: str, config: Any, tokenizer: Any, args: Any, problems: Problems, *, lora_flag: str = ""
 ) -> list[str]:
-    """Return a note of the tokens that a model has no rows for; add a problem where none would train them.
+    """A note about tokens that the model has no embedding rows for; adds a problem if they would not be
+    trained.
 
-    `lora_flag`: the flag that gives it adapters, empty where it has none.
+    `lora_flag` is the flag that gives the model adapters, empty without.
     """
     num_rows = config and getattr(config.get_text_config(decoder=True), "vocab_size", None)
     if tokenizer is None or not num_rows or num_token_ids(tokenizer) <= num_rows:

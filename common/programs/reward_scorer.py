@@ -34,8 +34,8 @@ class RewardScorer:
         closing_ids: Sequence[int] = (),
         facts: dict[str, Any] | None = None,
     ) -> None:
-        """`max_tokens` 0 is the model's own limit; `closing_ids` are those of `closing_of`; `facts` is what
-        GET /health answers.
+        """`max_tokens` 0 means the model's own limit; `closing_ids` are those of `closing_of`; `facts` is the
+        response to GET /health.
         """
         self.model, self.batch_size = model, batch_size
         self.max_tokens = max_tokens or length_limit(model.classifier.config)[0]
@@ -46,11 +46,11 @@ class RewardScorer:
         self._lock = threading.Lock()  # requests come in threads; the device has memory for one batch
 
     def score(self, prompts: list[str], responses: list[str]) -> list[float]:
-        """Return one fp32 score for each response, batched by length."""
+        """One fp32 score per response, batched by length."""
         return self.score_rows([self.encode(p, r) for p, r in zip(prompts, responses, strict=True)])
 
     def score_rows(self, rows: list[Tokenised]) -> list[float]:
-        """Return one fp32 score for each row, whose response ends with the end of turn."""
+        """One fp32 score per row, whose response ends with the end of turn."""
         closing = [(token_id, True) for token_id in self.closing_ids]
         tokens = []
         for row in rows:
@@ -61,7 +61,7 @@ class RewardScorer:
             return score_by_length(tokens, self.batch_size, self._score_batch)
 
     def encode(self, prompt: str, response: str) -> Tokenised:
-        """Return the tokens of both and of the end of turn, as a row of training has them."""
+        """Tokens of prompt, response and end of turn, as in a training row."""
         segments = self.template.segments([Message("user", prompt)], response)
         return self.template.encode(segments, self.max_tokens - len(self.closing_ids))
 
@@ -76,7 +76,7 @@ class RewardScorer:
 def load_frozen_value_model(
     name: str, tokenizer: PreTrainedTokenizerFast, args: TokenizerArguments
 ) -> ValueModel:
-    """Return the reward model of a folder on this process's device; `args` has --dtype too.
+    """Reward model in a folder, on this process's device; `args` also has --dtype.
 
     Raises ValueError: see `load_value_model`.
     """

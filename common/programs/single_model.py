@@ -43,10 +43,10 @@ def begin(
     argv: Sequence[str] | None,
     check: Callable[[Any, Any, Problems], None] | None = None,
 ) -> tuple[Start, StageData | None]:
-    """Return the start of step `stage` (1 or 2) by its command line, and its data: see `startup.enter`.
+    """Start of step `stage` (1 or 2) from its command line, and its data: see `startup.enter`.
 
-    `argv` are its words, None for this process's. `check(model's configuration, flags, problems)` adds a
-    step's own problems. Leaves with all problems where there are any.
+    `argv` defaults to sys.argv[1:]. `check(configuration, flags, problems)` adds a step's own problems.
+    Prints all problems and exits if there are any.
     """
     start = startup.read_flags(flags, stage, description, argv)
     args, problems, flag = start.args, start.problems, "--model_name_or_path"
@@ -87,11 +87,11 @@ def build_global_batches(
     shared_length: Callable[[dict[str, Any]], int] | None = None,
     **groups: Any,
 ) -> GlobalBatches:
-    """Return the training batches of this rank; ValueError when the data do not fill one. `groups` goes to
+    """Training batches of this rank. Raises ValueError if the data do not fill one. `groups` is passed to
     GlobalBatches.
 
-    `columns` are the sequences of a row; `shared_length` tells of a row with how many tokens all of them
-    begin, where that is computed once.
+    `columns` are the sequences of a row; `shared_length` returns the length of their common prefix, if that
+    is computed once.
     """
     max_tokens = args.max_tokens_per_micro_batch.train
     if args.packed and not max_tokens:
@@ -114,7 +114,7 @@ def build_global_batches(
 
 
 class Trainer:
-    """Moves an engine by the mean of one loss over global batches; each step has its own kind."""
+    """Base trainer: minimises one loss, averaged over the global batch."""
 
     kind: str  # what the names of its numbers begin with
     columns: tuple[str, ...]  # the numbers of the console's table
@@ -124,24 +124,24 @@ class Trainer:
         self.engine, self.args, self.is_packed, self.logger = engine, args, is_packed, logger
 
     def compute_sums(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss of a micro-batch, and what is logged beside it, added up over what it counts."""
+        """Loss of a micro-batch and statistics to log, summed over the items that `count` counts."""
         raise NotImplementedError
 
     def count(self, batch: PackedBatch) -> float:
-        """Return of how many the loss is the mean: rows."""
+        """Number of items that the loss is averaged over (rows)."""
         return len(batch)
 
     def judge(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
-        """Return the figures of held-out batches, each with which rows count. Every rank must call this."""
+        """Metrics of held-out batches, each with a mask of rows that count. Every rank must call this."""
         raise NotImplementedError
 
     def prepare(self, micro_batches: list[PackedBatch]) -> None:
-        """Find out what the losses of a step need to know of all of its micro-batches."""
+        """Precompute whatever the loss needs from all micro-batches of the step."""
 
     def train_step(self, step: int, micro_batches: list[PackedBatch]) -> None:
-        """Do optimizer step `step` (from 1), log it and its speed.
+        """Make optimizer step `step` (from 1); log its metrics and speed.
 
-        The token ids of the micro-batches are keys that end in `_ids`. Every rank must call this.
+        The token ids of micro-batches are keys that end in `_ids`. Every rank must call this.
         """
         COSTS.begin_step()
         self.prepare(micro_batches)
@@ -156,7 +156,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, step: int, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> Any:
-        """Return and log the held-out figures. Every rank must call this."""
+        """Compute, log and return the held-out metrics. Every rank must call this."""
         self.engine.eval()
         figures = self.judge(batches)
         self.logger.log_event(step, {f"{self.kind}/eval_{name}": value for name, value in figures.items()})
@@ -193,11 +193,11 @@ def train(
     parts: Mapping[str, Stateful] | None = None,
     prepare: Callable[[int], None] = lambda step: None,
 ) -> None:
-    """Make or resume a run, train it to its end, and write the trained model and its adapter.
+    """Start or resume a run, train it to its end, and write the trained model and its adapter.
 
-    `held_out` are the rows of an evaluation. `parts` of a checkpoint are saved beside the model. `prepare` is
-    called with the step that the run is at, before the first one. Raises Stopped when the run is asked to
-    stop, TooManyBadSteps when too many steps are refused. Every rank must call this.
+    `held_out` are the rows of an evaluation. `parts` of a checkpoint are saved with the model. `prepare` is
+    called with the current step before the first one. Raises Stopped if the run is asked to stop,
+    TooManyBadSteps if too many steps are skipped. Every rank must call this.
     """
     args, logger = start.args, trainer.logger
     rows = {"--per_device_train_batch_size x --gradient_accumulation_steps": batches.global_rows}

@@ -53,7 +53,7 @@ OF_A_GROUP = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def quiet_libraries() -> None:
-    """Keep libraries from writing over our lines: their warnings are theirs, our checks are ours."""
+    """Silence the warnings and progress bars of libraries; our own checks replace them."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -63,7 +63,7 @@ def quiet_libraries() -> None:
 
 @dataclass
 class Start:
-    """A command line, and what its checks find out: no model is loaded yet."""
+    """A command line and the results of its checks; no model is loaded yet."""
 
     args: Any
     options: DataOptions
@@ -80,7 +80,7 @@ class Start:
 def read_flags(
     flags: type, stage: int, description: str, argv: Sequence[str] | None, kind: type[Start] = Start
 ) -> Any:
-    """Return the flags of a step as a `kind`, and the problems that every step may have with them."""
+    """Flags of a step as a `kind`, and the problems that every step may have with them."""
     problems = Problems()
     args = parse_args(flags, argv, description=description, problems=problems)
     import_plugins(args.plugins, problems)
@@ -89,10 +89,9 @@ def read_flags(
 
 
 def finish_checks(start: Start, flag: str) -> None:
-    """Check the data; find the template of the model that `flag` names, and an earlier run; print what is to
-    be noted.
+    """Check the data; find the template of the model that `flag` names, and an earlier run; print notes.
 
-    Leaves with all problems where there are any.
+    Prints all problems and exits if there are any.
     """
     args, problems = start.args, start.problems
     for problem in check_sources(start.options, start.tokenizer):
@@ -110,7 +109,7 @@ def finish_checks(start: Start, flag: str) -> None:
 def check_run(args: RunArguments, problems: Problems) -> list[str]:
     """Add the problems of device, offload, --trackers, --ds_config and environment; return notes.
 
-    Leaves at once when the environment is wrong, for then nothing else can be told.
+    Exits immediately if the launcher's environment is inconsistent.
     """
     if not check_environment(problems):  # nobody may be the first process then
         problems.exit_if_any(is_told_by_all=True)
@@ -127,7 +126,7 @@ def check_run(args: RunArguments, problems: Problems) -> list[str]:
 
 
 def check_environment(problems: Problems) -> bool:
-    """Return whether a launcher's variables fit together, after adding that they do not."""
+    """Whether the launcher's variables are consistent; adds a problem if not."""
     given = {name: os.environ[name] for name in (*OF_A_GROUP, "LOCAL_RANK") if name in os.environ}
     lone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": 29500}
     try:
@@ -147,9 +146,9 @@ def check_environment(problems: Problems) -> bool:
 
 
 def check_device(dtype: str, problems: Problems) -> list[str]:
-    """Add the problems of --dtype, and of GPUs that are too few or not seen; return notes.
+    """Add the problems of --dtype, and of missing or invisible GPUs; return notes.
 
-    Chooses this rank's GPU; leaves at once where there is none for it.
+    Chooses this rank's GPU; exits immediately if there is none for it.
     """
     if not distributed.has_gpu():
         problems.check(dtype != "fp16", "--dtype fp16 needs a GPU; use fp32 or bf16 on a CPU")
@@ -173,7 +172,7 @@ def check_device(dtype: str, problems: Problems) -> list[str]:
 
 
 def _check_hidden_gpu(problems: Problems) -> list[str]:
-    """Add the problem of a GPU that torch does not see; return a note where that is as the user wants it."""
+    """Add a problem if torch does not see the machine's GPU; return a note if the user asked for that."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
     if shown.strip() in ("", "-1"):
         return [f"CUDA_VISIBLE_DEVICES={shown} in the environment hides the GPUs: this runs on the CPUs"]
@@ -187,8 +186,8 @@ def _check_hidden_gpu(problems: Problems) -> list[str]:
 
 
 def check_offload(args: Any, dtype: str, problems: Problems, sums: str | None = None) -> None:
-    """Add a problem where the offload of a model needs another ZeRO stage than a flag says, and where `sums`,
-    what --ds_config has gradients added up in, does.
+    """Add a problem if a model's offload needs another ZeRO stage, or if `sums`, the grad_accum_dtype in
+    --ds_config, does.
     """
     for name in (name for name in vars(args) if name.endswith("zero_stage")):
         stage, own = getattr(args, name), name.replace("zero_stage", "offload")
@@ -208,9 +207,9 @@ def check_offload(args: Any, dtype: str, problems: Problems, sums: str | None = 
 def check_model(
     flag: str, name_or_path: str, args: Any, problems: Problems, *, takes_adapter: bool = False
 ) -> Any:
-    """Return the model's configuration, or None after adding why this is no model that can be loaded.
+    """The model's configuration, or None after adding why the model cannot be loaded.
 
-    Of a saved adapter, for those who take one, it is that of its base.
+    For a saved adapter, in programs that support them, it is that of its base.
     """
     if not name_or_path:
         return None
@@ -250,7 +249,7 @@ def check_model(
 
 
 def _closed_path(folder: Path) -> Path | None:
-    """What of a model's folder this user may not read: the first file, or the folder itself."""
+    """The first file in a model's folder that this user cannot read, or the folder itself."""
     try:
         files = sorted(folder.iterdir()) if folder.is_dir() else []
     except PermissionError:
@@ -261,7 +260,7 @@ def _closed_path(folder: Path) -> Path | None:
 def check_tokenizer(
     flag: str, name_or_path: str, args: Any, problems: Problems
 ) -> PreTrainedTokenizerFast | None:
-    """Return the tokenizer with eos and pad set, or None after adding what is wrong with it."""
+    """The tokenizer with EOS and PAD set, or None after adding its problem."""
     if not name_or_path:
         return None
     with problems.catch():
@@ -276,20 +275,20 @@ def check_tokenizer(
 
 
 def print_notes(args: Any, argv: Sequence[str] | None = None) -> None:
-    """Say once, on the first process, which flags do nothing."""
+    """Print, once and on the first process, which flags have no effect."""
     print_note(*no_effect_notes(args, argv))
 
 
 def print_note(*texts: str) -> None:
-    """Say these on the first process, once, before the start."""
+    """Print notes on the first process, once, before the start."""
     for text in texts if distributed.is_main() else ():
         print(f"note: {text}", file=sys.stderr)
 
 
 @contextlib.contextmanager
 def as_problem(problems: Problems) -> Iterator[None]:
-    """Turn a user's error in the block into the one message and exit code 2: a ValueError, or an OSError that
-    names a file. One that other ranks' end has caused is passed on: it is none of the user's.
+    """Context that turns a user's error into one message and exit code 2: a ValueError, or an OSError that
+    names a file. An error caused by the end of other ranks is passed on.
     """
     try:
         yield
@@ -309,10 +308,11 @@ def as_problem(problems: Problems) -> Iterator[None]:
 
 
 def enter(start: Start) -> StageData | None:
-    """The data of the run to make; None under --dry_run, and where the same run has finished.
+    """Join the process group and prepare the run; return its data, or None under --dry_run and if the same
+    run has finished.
 
-    --output_dir is this run's until the process ends, and the process is one of a group. Leaves where a run
-    of other data or frozen models has finished there.
+    The run holds --output_dir until the process ends. Exits if a run with other data or frozen models has
+    finished there.
     """
     args, earlier = start.args, start.earlier
     if args.dry_run:
@@ -353,16 +353,16 @@ def enter(start: Start) -> StageData | None:
 
 
 def _fix_orders_of_sums() -> None:
-    """Let torch, cuBLAS and flash-attn compute the same bits each time; before the first GEMM."""
+    """Make torch, cuBLAS and flash-attn deterministic; before the first GEMM."""
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
     torch.use_deterministic_algorithms(True)  # with warn_only torch's attention would stay as it is
     torch.utils.deterministic.fill_uninitialized_memory = False  # finds bugs, and costs a pass each
 
 
 def _leave_at_once(*_: Any) -> None:
-    """End the process: a KeyboardInterrupt gets lost where it meets a destructor or a callback of C++.
+    """End the process; a KeyboardInterrupt would be lost inside a destructor or a C++ callback.
 
-    Nothing is waited for: other threads and ranks may still stand in a collective.
+    Waits for nothing: other threads and ranks may be inside a collective.
     """
     os.write(2, b"stopped by Ctrl-C\n")
     run_files.release_lock(130)
@@ -372,7 +372,7 @@ def _leave_at_once(*_: Any) -> None:
 def run_program(program: Callable[[], None]) -> None:
     """Run a program's main function.
 
-    Ctrl-C, a refused step, memory that ran out, and another rank's failure end in one line without a
+    Ctrl-C, a skipped step, an out-of-memory error and another rank's failure end it with one line and no
     traceback.
     """
     settle_streams()

@@ -27,9 +27,9 @@ EVAL_STEP = "eval_step"  # in an export's metadata: the step that its held-out f
 def load_policy(
     args: Any, ds_config: dict[str, Any], num_tokens: int, *, dropout: float | None, role: Any = None
 ) -> PolicyModel:
-    """Return the chat model that an engine trains. Every rank must call this.
+    """The chat model that an engine trains. Every rank must call this.
 
-    `role` has the flags of the model itself: `args.actor` in step 3, else `args`.
+    `role` has the flags of the model: `args.actor` in step 3, else `args`.
     """
     role = role or args
     model = load_causal_lm(ModelOptions.of(args, role, ds_config, dropout=dropout), num_tokens)
@@ -46,7 +46,7 @@ def load_ranker(
     role: Any = None,
     owner: nn.Module | None = None,
 ) -> ValueModel:
-    """Return the reward model, or critic, that an engine trains; see `load_policy` and `load_value_model`."""
+    """The reward model or critic that an engine trains; see `load_policy` and `load_value_model`."""
     role = role or args
     options = ModelOptions.of(args, role, ds_config, dropout=dropout)
     lora, pooling = LoraOptions.of(args, role), getattr(args, POOLING, "")  # a flag of step 2
@@ -54,15 +54,15 @@ def load_ranker(
 
 
 def count_steps(args: Any, steps_per_epoch: int) -> int:
-    """Return the steps of the whole run: epochs, or fewer by --max_train_steps."""
+    """Number of steps of the whole run: epochs, or fewer by --max_train_steps."""
     num_steps = args.num_train_epochs * steps_per_epoch
     return min(num_steps, args.max_train_steps) if args.max_train_steps else num_steps
 
 
 def runs_packed(args: Any, model: nn.Module) -> bool:
-    """Return whether sequences stand end to end in the passes of one of our models.
+    """Whether one of our models runs packed sequences.
 
-    Says once for a kind of model that there is no attention for that, where something is lost by it.
+    Prints a note, once per kind of model, if it has no attention for that and padding costs something.
     """
     plain = plain_model(saved_model(model))
     is_packed = takes_packed(plain)
@@ -77,15 +77,15 @@ def runs_packed(args: Any, model: nn.Module) -> bool:
 
 
 def saved_model(model: nn.Module) -> nn.Module:
-    """Return the model of transformers or PEFT inside one of ours."""
+    """The transformers or PEFT model inside one of ours."""
     return model.classifier if isinstance(model, ValueModel) else model.causal_lm
 
 
 def run_steps(run: Run, train_step: Callable[[int], None], evaluate: Callable[[int], None]) -> None:
-    """Take the steps that are left; after each `evaluate`, as far as it is due, and let the run save or stop.
+    """Run the remaining steps; after each, `evaluate` if that is due, and let the run save or stop.
 
-    Every rank must call this. Raises Stopped, and TooManyBadSteps with the state saved: also where no step
-    has changed the model.
+    Every rank must call this. Raises Stopped, and TooManyBadSteps with the state saved; also if no step
+    changed the model.
     """
     while run.step < run.logger.num_steps:
         step, refusal = run.step + 1, None
@@ -118,12 +118,12 @@ def save_model(start: Start, logger: RunLogger, module: nn.Module, metadata: dic
 
 
 def facts_at(step: int, facts: dict[str, Any]) -> dict[str, Any]:
-    """The facts that an export at a step records, without those of an evaluation before training."""
+    """Metadata of an export at a step, without that of an evaluation before training."""
     is_whole = step == 0 or facts.get(EVAL_STEP) != 0
     return facts if is_whole else {name: x for name, x in facts.items() if not name.startswith("eval")}
 
 
 def build_logger(args: Any, columns: tuple[str, ...], num_steps: int) -> RunLogger:
-    """Return the run's logger, and find out what perf/mfu is a share of. Every rank must call this."""
+    """The run's logger; also measures the peak FLOP/s for perf/mfu. Every rank must call this."""
     COSTS.peak_flops = own_peak_flops(DTYPES[distributed.dtype_name(args.dtype)])
     return RunLogger(args, columns, num_steps)

@@ -48,7 +48,7 @@ PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "datasets", "num
 
 
 class Stopped(Exception):  # noqa: N818  (nothing went wrong)
-    """The run was asked to stop and its state is saved, at the position in the message. Raised on every rank."""
+    """The run was asked to stop, and its state is saved; the message says where. Raised on every rank."""
 
 
 class Run(Stateful):
