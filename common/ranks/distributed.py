@@ -46,14 +46,14 @@ RELEASED_AT_STOP: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def start(local_rank: int = -1, collective_timeout: float = 1800.0) -> None:
-    """Join the process group: nccl on GPUs, gloo on CPUs; a lone process becomes a world of one.
+    """Join the process group: nccl on GPUs, gloo on CPUs; a single process becomes a world of one.
 
-    Beside nccl a group of gloo carries objects and tensors of the CPU: none of them goes through a GPU's
-    memory, and who waits for a rank that writes a file blocks no kernel.
+    Besides nccl, a gloo group carries objects and CPU tensors: they do not use GPU memory, and waiting for a
+    rank that writes a file blocks no kernel.
 
-    A rank that lets the others wait for `collective_timeout` seconds ends all of them, and so does one that
-    fails. Every rank must call this once, before any model is built. Leaves with exit code 2, after saying
-    what to change, where the others cannot be joined.
+    A rank that keeps the others waiting for `collective_timeout` seconds stops all of them, and so does a
+    rank that fails. Every rank must call this once, before any model is built. If the other ranks cannot be
+    reached, prints what to change and exits with CANNOT_JOIN, or BAD_INPUT if the port is in use.
     """
     global _host_group
     if "RANK" not in os.environ:  # port 0: any that is free
@@ -85,7 +85,7 @@ def start(local_rank: int = -1, collective_timeout: float = 1800.0) -> None:
 
 
 def _join() -> dist.Store:
-    """The store of the group, once every rank has come to it. Raises DistError: one does not come in time."""
+    """The store of the group, once every rank has joined it. Raises DistError if one does not join in time."""
     global _store
     if _store is None:
         is_one_machine = num_ranks_here() == world_size() or os.environ["MASTER_ADDR"] in LOOPBACK
@@ -131,7 +131,9 @@ def text_of_first_rank(key: str, make: Callable[[], str]) -> str:
 
 
 def stop(code: int = 0, cause: BaseException | None = None) -> None:
-    """Leave the process group; `code` is what this process is about to exit with, because of `cause`."""
+    """Leave the process group; `code` is the exit code that this process is about to exit with, because of
+    `cause`.
+    """
     global _store
     watchdog.say_goodbye(code, cause)
     for holder in list(RELEASED_AT_STOP):
@@ -143,7 +145,7 @@ def stop(code: int = 0, cause: BaseException | None = None) -> None:
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Compute on the CPU in the block, whatever device the rank has."""
+    """Context in which this rank computes on the CPU, whatever device it has."""
     token = _IS_ON_CPU.set(True)
     try:
         yield
@@ -157,47 +159,47 @@ def has_gpu() -> bool:
 
 
 def has_hidden_gpu() -> bool:
-    """Whether this machine has an NVIDIA GPU that torch does not see, and the CPU was not asked for."""
+    """Whether this machine has an NVIDIA GPU that torch does not see, although the CPU was not requested."""
     is_unseen = not torch.cuda.is_available() and not IS_CPU_ASKED_FOR
     return is_unseen and any(os.path.exists(path) for path in NVIDIA_DRIVER)
 
 
 def device() -> torch.device:
-    """Return the device of this rank."""
+    """Device of this rank."""
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_gpu() else torch.device("cpu")
 
 
 def choose_device() -> None:
-    """Make this rank's GPU the current one: what CUDA is asked before opens a context on the first GPU."""
+    """Make this rank's GPU the current one; a CUDA call before that would open a context on the first GPU."""
     if has_gpu():
         torch.cuda.set_device(device())
 
 
 def computes_bf16() -> bool:
-    """Whether training runs on a GPU that computes in bf16; older ones emulate it, slower than fp32."""
+    """Whether training runs on a GPU with native bf16; older GPUs emulate it, more slowly than fp32."""
     return has_gpu() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def dtype_name(flag: str = "") -> str:
-    """Return the precision that --dtype means: without it bf16 on a GPU that computes in it, else fp32.
+    """The dtype that --dtype means: by default bf16 on a GPU with native bf16, else fp32.
 
-    `auto`, which a run's start replaces, is as none.
+    `auto`, which the start of a run replaces, is treated as the default.
     """
     return flag if flag not in ("", "auto") else ("bf16" if computes_bf16() else "fp32")
 
 
 def rank() -> int:
-    """Return this process's number, 0 before start-up."""
+    """Number of this process, 0 before `start`."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
-    """Return the number of processes, 1 before start-up."""
+    """Number of processes, 1 before `start`."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def num_ranks_here() -> int:
-    """Return the number of this machine's processes, as torchrun or DeepSpeed's launcher tells; else 1."""
+    """Number of processes on this machine, from torchrun or DeepSpeed's launcher; else 1."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
 
 
@@ -208,7 +210,7 @@ def is_main() -> bool:
 
 @functools.cache
 def say_once(text: str) -> None:
-    """Say this on the first process, unless it was said before."""
+    """Print a line on the first process, unless it was printed before."""
     if is_main():
         say(text)
 
@@ -220,7 +222,7 @@ def barrier() -> None:
 
 
 def reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of `tensor` over ranks, as a new tensor where it lies. Every rank must call this."""
+    """Sum of `tensor` over ranks, as a new tensor on its device. Every rank must call this."""
     if world_size() == 1:
         return tensor
     total = tensor.clone()
@@ -229,12 +231,12 @@ def reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sum_float(value: float) -> float:
-    """Return the sum of a number over ranks, in float64. Every rank must call this."""
+    """Sum of a number over ranks, in float64. Every rank must call this."""
     return float(reduce_sum(torch.tensor(float(value), dtype=torch.float64)))
 
 
 def max_float(value: float, group: dist.ProcessGroup | None = None) -> float:
-    """Return the largest of a number over ranks. Every rank of the group, None: all, must call this."""
+    """Maximum of a number over ranks. Every rank of the group (None: all ranks) must call this."""
     if world_size() == 1:
         return value
     largest = torch.tensor(value, dtype=torch.float64, device=device() if group else "cpu")
@@ -243,7 +245,7 @@ def max_float(value: float, group: dist.ProcessGroup | None = None) -> float:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's `value` (any picklable, tensors on the CPU), by rank. Every rank must call this."""
+    """Every rank's `value` (picklable, tensors on the CPU), by rank. Every rank must call this."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -281,7 +283,7 @@ def run_together(
 
 
 def make_on_first_rank(make: Callable[[], Path]) -> Path:
-    """Return the folder that `make()` filled on rank 0, for which the others wait. Every rank must call this.
+    """The folder that `make()` filled on rank 0, for which the others wait. Every rank must call this.
 
     A machine that does not share rank 0's disk fills its own, on its first process. Raises as `run_together`.
     """

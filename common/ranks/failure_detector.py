@@ -40,7 +40,7 @@ Process = tuple[str, int]  # machine and number
 
 
 class Beat(NamedTuple):
-    """What a rank tells of itself."""
+    """The heartbeat of a rank."""
 
     number: int
     position: str  # such as "at step 3 in the rollout"
@@ -49,7 +49,7 @@ class Beat(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Why all ranks leave."""
+    """The reason for a shutdown of all ranks."""
 
     text: str  # names the first rank to fail and where it was
     rank: int
@@ -58,11 +58,11 @@ class Verdict(NamedTuple):
 
 
 class FailureDetector(threading.Thread):
-    """A rank's thread. `position()` says where the rank is.
+    """The monitoring thread of a rank. `position()` returns the phase that the rank is in.
 
-    `stores`: two clients of the group's store, for the thread and for the main thread: one that waits for an
-    answer blocks its other callers. Time is counted in looks, one every LOOK_SECONDS: where this process
-    stands still (Ctrl-Z, the interpreter's lock) it does not pass.
+    `stores`: two clients of the group's store, for this thread and the main thread, because a client that
+    waits for an answer blocks its other callers. Time is counted in looks, one every LOOK_SECONDS, so it does
+    not pass while this process is stopped (Ctrl-Z, the interpreter's lock).
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class FailureDetector(threading.Thread):
     # ---- the main thread
 
     def tell_position(self) -> None:
-        """Let the others know where this rank is; no answer is waited for."""
+        """Publish this rank's position without waiting for an answer."""
         with contextlib.suppress(dist.DistError):  # the thread finds out why
             self._beat(self.main_store)
 
     def report_failure(self, text: str) -> None:
-        """Let all ranks leave because of this rank."""
+        """Shut down all ranks because this rank failed."""
         self._is_over.set()
         self.join(HEAR_SECONDS)
         with contextlib.suppress(dist.DistError):  # rank 0 has ended before
@@ -103,7 +103,7 @@ class FailureDetector(threading.Thread):
         self._all_leave(0.0 if self.rank else HEAR_SECONDS)
 
     def leave_with_others(self, text: str) -> None:
-        """Leave after others were lost: the thread ends this process, or its store does not answer."""
+        """Exit after other ranks were lost: this thread ends the process, or its store does not answer."""
         self.lost_at, self.lost = self._num_looks, text
         num_looks = -1
         while num_looks != self._num_looks:
@@ -114,7 +114,7 @@ class FailureDetector(threading.Thread):
         self._leave(self._of_first(stuck(0, self.position(), 2 * SETTLE_SECONDS, process)))
 
     def say_goodbye(self, code: int, reason: str) -> None:
-        """Leave by this rank's own will, together with all others; with an exit code they must, soon."""
+        """Exit voluntarily, together with all other ranks; with an exit code they must follow soon."""
         self.code = code
         if not self._all_leave(min(LEAVE_SECONDS, self.collective_timeout / 2) if code else float("inf")):
             text = f"rank {self.rank} left before the others, with exit code {code}, {self.position()}"
@@ -125,7 +125,7 @@ class FailureDetector(threading.Thread):
     # ---- the thread
 
     def run(self) -> None:
-        """Beat and look until this rank leaves or must."""
+        """Send heartbeats and check the others until this rank exits."""
         while not self._is_over.wait(LOOK_SECONDS):
             try:
                 verdict = self.look()
@@ -136,7 +136,7 @@ class FailureDetector(threading.Thread):
                 return
 
     def look(self) -> Verdict | None:
-        """Beat, look at others, and return the verdict, None while all is well or not clear yet."""
+        """Send a heartbeat, check the others, and return the verdict; None while all is well or undecided."""
         self._num_looks += 1
         is_store_of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's
         if 0 in self.beats and is_dead(self.beats[0].process) and not is_store_of_launcher:
@@ -156,12 +156,12 @@ class FailureDetector(threading.Thread):
         store.set(f"beat/{self.rank}", json.dumps(beat))
 
     def _post(self, verdict: Verdict, store: dist.Store) -> Verdict:
-        """Return the verdict that counts: the first one."""
+        """Post a verdict; return the first one posted, which counts."""
         counts = store.compare_set(VERDICT, "", json.dumps(verdict._replace(by=self.rank)))
         return Verdict(*json.loads(counts))
 
     def _read(self, ranks: Iterable[int]) -> None:
-        """Read the beats of other ranks, of those that have begun."""
+        """Read the heartbeats of other ranks that have started."""
         known = [r for r in ranks if r != self.rank and (r in self.beats or self.store.check([f"beat/{r}"]))]
         texts = self.store.multi_get([f"beat/{rank}" for rank in known]) if known else []
         for rank, text in zip(known, texts, strict=True):
@@ -174,8 +174,8 @@ class FailureDetector(threading.Thread):
         return (self._num_looks - look) * LOOK_SECONDS
 
     def _judge(self) -> Verdict | None:
-        """Return why all must leave: a process is gone; where others miss it, a rank gives no sign of life,
-        or it is the one that did not come; or this rank's collective failed, and all are well.
+        """Why all ranks must exit: a process is gone; a rank that others wait for sends no heartbeat, or did
+        not join a collective; or this rank's collective failed although all are alive.
         """
         is_lost = self.lost is not None and self._seconds_since(self.lost_at) >= SETTLE_SECONDS
         late = self._find_late()
@@ -203,7 +203,7 @@ class FailureDetector(threading.Thread):
         return None
 
     def _find_late(self) -> list[int]:
-        """Return the ranks that have begun fewer collectives than another, which waits beyond the limit."""
+        """Ranks that have started fewer collectives than another rank, which has waited beyond the limit."""
         most = Counter(count_collectives())
         for beat in self.beats.values():
             most |= Counter(beat.calls)  # the larger number of each group
@@ -221,7 +221,7 @@ class FailureDetector(threading.Thread):
     # ---- leaving
 
     def _speak(self, verdict: Verdict) -> None:
-        """Say why all leave: rank 0 does, or who judged rank 0."""
+        """Print the reason for the shutdown (rank 0, or the rank that declared rank 0 dead)."""
         if self.rank == (0 if verdict.rank else verdict.by):
             say(f"error: {verdict.text}")
 
@@ -234,7 +234,9 @@ class FailureDetector(threading.Thread):
         os._exit(self.code or OTHER_RANK_FAILED)
 
     def _all_leave(self, seconds: float) -> bool:
-        """Say that this rank leaves, rank 0 as the last, for it holds the store; return whether all do."""
+        """Announce that this rank exits, rank 0 last because it hosts the store; return whether all ranks
+        exit.
+        """
         deadline, own_key = time.monotonic() + seconds, f"left/{self.rank}"
         others = [f"left/{rank}" for rank in range(1, self.world_size)] if self.rank == 0 else ["left/0"]
         with contextlib.suppress(dist.DistError):  # rank 0 has ended before
@@ -249,21 +251,21 @@ class FailureDetector(threading.Thread):
         return True
 
     def _of_first(self, verdict: Verdict) -> Verdict:
-        """Return a verdict on rank 0, whose store is gone: the first rank left on each machine tells it."""
+        """Verdict on rank 0, whose store is gone; the first remaining rank on each machine prints it."""
         is_first = self.rank == 1 or os.environ.get("LOCAL_RANK") == "0"
         time.sleep(LOOK_SECONDS if is_first else 2 * LOOK_SECONDS)  # by a signal all are on their way out
         return verdict._replace(by=self.rank if is_first else -1)
 
 
 def stuck(rank: int, position: str, seconds: float, process: Process | None) -> Verdict:
-    """Return the verdict on a process that stands still, or a machine that is gone."""
+    """Verdict on a process that is stopped, or a machine that is gone."""
     text = f"rank {rank} is stuck: no sign of life for {seconds:.0f} s; last seen {position}"
     return Verdict(text, rank, process)
 
 
 @functools.cache
 def this_machine() -> str:
-    """Return the machine's name, which changes with its boots and containers."""
+    """Name of this machine, which changes when it or its container restarts."""
     with contextlib.suppress(OSError):  # not on Linux
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return boot + os.readlink("/proc/self/ns/pid")
@@ -271,7 +273,7 @@ def this_machine() -> str:
 
 
 def is_dead(process: Process) -> bool:
-    """Return whether a process of this machine is gone; a stopped one is not, a zombie is."""
+    """Whether a process of this machine is gone; a stopped one is not, a zombie is."""
     machine, number = process
     try:
         is_here = machine == this_machine()
@@ -281,7 +283,7 @@ def is_dead(process: Process) -> bool:
 
 
 def kill(process: Process) -> None:
-    """End a process of this machine, by a signal that a stopped one obeys too."""
+    """End a process of this machine with a signal that also ends a stopped one."""
     machine, number = process
     if machine == this_machine():
         with contextlib.suppress(ProcessLookupError):
@@ -289,7 +291,7 @@ def kill(process: Process) -> None:
 
 
 def count_collectives() -> dict[str, int]:
-    """Return the collectives that this rank has begun, by group, but of patient groups."""
+    """Number of collectives that this rank has started, by group, without patient groups."""
     calls = {}
     with contextlib.suppress(RuntimeError, ValueError):  # the main thread makes and ends groups meanwhile
         for group, name in list(dist.distributed_c10d._world.pg_names.items()):

@@ -13,9 +13,9 @@ COMMUNICATION = ("/gloo/", "gloo::", "NCCL error", "ncclRemoteError", "ncclSyste
 
 
 class StepRefused(RuntimeError):
-    """A step was refused before anything was changed; the message names the cause and the cure.
+    """A step was skipped before anything was changed; the message names the cause and the cure.
 
-    Every rank raises it alike. `batches` is what the step was to be made of, where that is known.
+    Raised on every rank. `batches` is the data of the step, if known.
     """
 
     def __init__(self, message: str, batches: list[Any] | None = None) -> None:
@@ -24,41 +24,41 @@ class StepRefused(RuntimeError):
 
 
 class TooManyBadSteps(RuntimeError):
-    """More steps were refused than --max_bad_steps: the run ends with its state saved."""
+    """More steps were skipped than --max_bad_steps: the run ends with its state saved."""
 
 
 def say(text: str) -> None:
-    """Write a line to standard error at once: another thread may hold sys.stderr's lock.
+    """Write a line to standard error at once; another thread may hold sys.stderr's lock.
 
-    It is lost where nobody reads any more: a signal for the whole process group ends `| tee log` too.
+    It is lost if nobody reads: a signal to the whole process group also ends `| tee log`.
     """
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode(errors="replace"))
 
 
 def first_line(error: BaseException, otherwise: str = "") -> str:
-    """Return the first line of what an exception says, and the next where that ends in a colon; of one that
-    says nothing `otherwise`, or its kind.
+    """First line of an exception's message, and the next line if that ends in a colon; without a message
+    `otherwise`, or the exception's class.
     """
     lines = [line.strip() for line in str(error).strip().splitlines()] or [otherwise or type(error).__name__]
     return " ".join(lines[: 1 + lines[0].endswith(":")])
 
 
 def kind_and_line(error: BaseException) -> str:
-    """Return an exception's kind and the first line of what it says."""
+    """Class and first line of an exception."""
     kind, text = type(error).__name__, first_line(error)
     return kind if text == kind else f"{kind}: {text}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out, of the machine or of the GPU."""
+    """Whether the machine or the GPU ran out of memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
 
 
 def cure_of_write(error: BaseException) -> str:
-    """What a user can do about a file that could not be written."""
+    """What the user can do about a file that could not be written."""
     if isinstance(error, PermissionError) or "Permission denied" in str(error):
         return "get the right to write there"
     if any(words in str(error) for words in NO_ROOM):
@@ -67,7 +67,7 @@ def cure_of_write(error: BaseException) -> str:
 
 
 def has_lost_ranks(error: BaseException | None) -> bool:
-    """Return whether this rank has lost others, by this exception or one that led to it."""
+    """Whether the exception (or its cause) means that another rank was lost."""
     while error is not None:
         is_of_backend = isinstance(error, RuntimeError) and any(w in str(error) for w in COMMUNICATION)
         if isinstance(error, dist.DistError) or is_of_backend:

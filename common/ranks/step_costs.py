@@ -9,11 +9,11 @@ import torch
 
 
 class StepCosts:
-    """The clocks of this process: `watchdog.phase` runs them, a program reads them once a step.
+    """The timers of this process: `watchdog.phase` runs them, a program reads them once per step.
 
-    Inside a clock that runs another counts nothing: what an evaluation generates is evaluation, and the
-    phases of a step add up to its seconds but for the rest. What was counted between two steps, or in one
-    that was refused, comes with the numbers of the next. `peak_flops`: of the device in a second; 0: unknown.
+    Time inside a nested timer counts for the outer one only: generation during an evaluation is evaluation.
+    The phases of a step and the rest add up to its seconds. Costs between two steps, or in a skipped step,
+    are reported with the next step. `peak_flops`: FLOP/s of the device; 0: unknown.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -24,7 +24,7 @@ class StepCosts:
 
     @contextlib.contextmanager
     def clock(self, name: str) -> Iterator[None]:
-        """Count the block's seconds as those of the phase `name`."""
+        """Count the seconds of the block for the phase `name`."""
         if self._running:
             yield
             return
@@ -43,13 +43,13 @@ class StepCosts:
             self._running = ""
 
     def count(self, tokens: int, flops: float) -> None:
-        """Add work to the clock that runs; without one it is no step's."""
+        """Add work to the running timer; without one it belongs to no step."""
         if self._running:
             self.tokens[self._running] += tokens
             self.flops += flops
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """Count seconds of the clock `source`, if it is the one that runs, as those of the phase `target`."""
+        """Move seconds of the timer `source`, if it is running, to the phase `target`."""
         if self._running == source:
             self.seconds[source] -= seconds
             self.seconds[target] += seconds
@@ -59,10 +59,10 @@ class StepCosts:
         self._started, self._spent, self.flops = self.now(), 0.0, 0.0
 
     def end_step(self, num_ranks: int = 1) -> dict[str, float]:
-        """Return the step's numbers under the names of the log.
+        """Metrics of the step under their log names.
 
-        Tokens a second are this rank's times `num_ranks`. mfu (model FLOPs utilisation, arXiv:2204.02311
-        appendix B) is this rank's FLOPs by what its device could do in the step's seconds.
+        Tokens per second are this rank's times `num_ranks`. mfu (model FLOPs utilisation, arXiv:2204.02311
+        appendix B) is this rank's FLOPs divided by the peak of its device in the step's seconds.
         """
         seconds = self.now() - self._started
         metrics = {"perf/step_seconds": seconds, "perf/rest_seconds": seconds - self._spent}

@@ -23,7 +23,7 @@ OWN_FAILURE, NO_MEMORY = 1, 3
 
 
 class Position(NamedTuple):
-    """What a rank does."""
+    """The phase that a rank is in."""
 
     phase: str = "the start-up"
     step: int | None = None
@@ -42,7 +42,7 @@ _began = time.monotonic()
 
 
 def _forget() -> None:
-    """A child that is forked is no rank."""
+    """Reset the state in a forked child, which is not a rank."""
     global _detector
     _detector = None
 
@@ -51,20 +51,20 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def tell_phases() -> None:
-    """Let the first rank print each kind of phase when it begins for the first time."""
+    """Let the first rank print each kind of phase when it starts for the first time."""
     global _told
     _told = set()
 
 
 def tell(text: str) -> None:
-    """Print what the first rank is doing, with the seconds since the start, once `tell_phases` was called."""
+    """Print what the first rank is doing, with the seconds since the start, after `tell_phases` was called."""
     if _told is not None and os.environ.get("RANK", "0") == "0":
         say(f"[{time.monotonic() - _began:4.0f} s] {text}")
 
 
 @contextlib.contextmanager
 def phase(name: str, step: int | None = None, *, clock: str = "") -> Iterator[None]:
-    """Let messages say that this rank is in `name` ("the rollout") while the block runs.
+    """Context that sets this rank's phase ("the rollout") for messages.
 
     With a `clock` its seconds are logged as perf/CLOCK_seconds (`StepCosts.clock`).
     """
@@ -91,7 +91,7 @@ def phase(name: str, step: int | None = None, *, clock: str = "") -> Iterator[No
 
 
 def start(store: dist.Store, rank: int, world_size: int, collective_timeout: float) -> None:
-    """Begin to watch. Every rank of a world of more than one must call this, once it is at the store."""
+    """Start monitoring. Every rank of a world of more than one must call this, once it has joined the store."""
     global _detector
     stores = tuple(dist.PrefixStore("triptych", store.clone()) for _ in range(2))
     _detector = FailureDetector(rank, world_size, collective_timeout, lambda: str(_position), stores)
@@ -102,7 +102,7 @@ def start(store: dist.Store, rank: int, world_size: int, collective_timeout: flo
 
 
 def say_goodbye(code: int, cause: BaseException | None = None) -> None:
-    """Leave by this rank's own will, together with the others; who has no such cause is told of it."""
+    """Exit voluntarily together with the other ranks, which receive the cause."""
     global _detector, _position
     if _detector:
         _position = getattr(cause, "rank_position", _position)
@@ -111,10 +111,10 @@ def say_goodbye(code: int, cause: BaseException | None = None) -> None:
 
 
 def leave_after(error: Exception) -> None:
-    """Leave this rank after an error that nobody took, and let all others leave.
+    """Exit after an uncaught exception and shut down the other ranks.
 
-    Without memory it ends in one line, after another rank's failure in the line that names that one, else
-    with a traceback. Returns in a world of one, where the interpreter is to show the error.
+    An out-of-memory error is printed as one line, another rank's failure as the line that names it, anything
+    else with a traceback. Returns in a world of one, where the interpreter prints the error.
     """
     global _position
     _position = getattr(error, "rank_position", _position)  # the beats go on telling it

@@ -24,10 +24,10 @@ def is_sharded(parameter: nn.Parameter) -> bool:
 
 @contextmanager
 def gather_whole(parameters: list[nn.Parameter], *, to_modify: bool = False) -> Iterator[None]:
-    """Make the parameters whole inside the block. Every rank must call this.
+    """Context in which the parameters are whole. Every rank must call this.
 
-    With `to_modify`, what rank 0 writes into them is sent to all shards on leaving; every rank of a plain
-    (unsharded) model must then write the same.
+    With `to_modify`, rank 0's changes are sent to all shards at the end; every rank of a plain (unsharded)
+    model must then make the same changes.
     """
     sharded = [p for p in parameters if is_sharded(p)]
     with deepspeed.zero.GatheredParameters(
@@ -37,14 +37,14 @@ def gather_whole(parameters: list[nn.Parameter], *, to_modify: bool = False) -> 
 
 
 def own_share(numel: int) -> slice:
-    """Return the run of a flat tensor (numel,) that this rank keeps; the last ranks' are short."""
+    """The slice of a flat tensor (numel,) that this rank keeps; those of the last ranks are short."""
     size = -(-numel // distributed.world_size())
     first = min(distributed.rank() * size, numel)
     return slice(first, min(first + size, numel))
 
 
 def local_shard(parameter: nn.Parameter) -> torch.Tensor:
-    """Return this rank's part (n,): the shard under ZeRO 3, else its share. A view; no communication."""
+    """This rank's part (n,): the shard under ZeRO 3, else its share. A view; no communication."""
     if is_sharded(parameter):
         return parameter.ds_tensor
     return parameter.data.view(-1)[own_share(parameter.numel())]
@@ -52,10 +52,10 @@ def local_shard(parameter: nn.Parameter) -> torch.Tensor:
 
 @contextmanager
 def swapped_shards(parameters: dict[str, nn.Parameter], values: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Hold `values`, by name and of the shapes of `local_shard`, in the weights' place inside the block.
+    """Context in which `values`, by name and with the shapes of `local_shard`, replace the weights.
 
     Whole weights must be the same on all ranks. Every rank must call this. After an error in the block they
-    stay there: the other ranks may not have come to its end.
+    stay: the other ranks may not have reached its end.
     """
     saved = {name: local_shard(parameter).detach().clone() for name, parameter in parameters.items()}
     _write_shards(parameters, values)
@@ -87,7 +87,7 @@ def _write_whole(parameter: nn.Parameter, share: torch.Tensor) -> None:
 
 
 class OwnedRun(NamedTuple):
-    """Where a run of a trained parameter lies in a tensor that an optimizer updates on this rank."""
+    """Location of a part of a trained parameter in a tensor that an optimizer updates on this rank."""
 
     parameter: nn.Parameter
     start: int  # in the flat parameter
@@ -97,7 +97,7 @@ class OwnedRun(NamedTuple):
 
 
 def find_owned_runs(engine: Any) -> Iterator[OwnedRun]:
-    """Give what this rank's optimizer holds of each trained parameter, in one order on all ranks."""
+    """Parts of each trained parameter that this rank's optimizer holds, in the same order on all ranks."""
     zero = engine.optimizer
     stage = engine.zero_optimization_stage() if engine.zero_optimization() else 0
     if stage == 0:
@@ -120,7 +120,7 @@ def find_owned_runs(engine: Any) -> Iterator[OwnedRun]:
 
 
 class OptimizerStates:
-    """The fp32 weights and moments of a ZeRO engine, which can wait in pinned memory of the CPU.
+    """fp32 weights and moments of a ZeRO engine, which can be moved to pinned CPU memory.
 
     They stay the same tensors. What --offload keeps on the CPU stays there.
     """
@@ -132,7 +132,7 @@ class OptimizerStates:
         self.pinned: list[tuple[torch.Tensor, torch.Tensor]] = []  # (state, its place on the CPU)
 
     def offload(self) -> None:
-        """Move them to the CPU. Raises what DeepSpeed does where parameters are offloaded."""
+        """Move them to the CPU. Raises what DeepSpeed raises if parameters are offloaded."""
         if not self.is_ours:
             self.engine.offload_states(include=STATES)
             return
