@@ -85,7 +85,7 @@ def start(local_rank: int = -1, collective_timeout: float = 1800.0) -> None:
 
 
 def _join() -> dist.Store:
-    """The store of the group, once every rank has joined it. Raises DistError if one does not join in time."""
+    """The store of the group, when all ranks have joined. Raises DistError if one does not come in time."""
     global _store
     if _store is None:
         is_one_machine = num_ranks_here() == world_size() or os.environ["MASTER_ADDR"] in LOOPBACK

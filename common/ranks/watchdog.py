@@ -57,7 +57,7 @@ def tell_phases() -> None:
 
 
 def tell(text: str) -> None:
-    """Print what the first rank is doing, with the seconds since the start, after `tell_phases` was called."""
+    """Print the phase of the first rank and the seconds since the start, once `tell_phases` was called."""
     if _told is not None and os.environ.get("RANK", "0") == "0":
         say(f"[{time.monotonic() - _began:4.0f} s] {text}")
 
@@ -91,7 +91,7 @@ def phase(name: str, step: int | None = None, *, clock: str = "") -> Iterator[No
 
 
 def start(store: dist.Store, rank: int, world_size: int, collective_timeout: float) -> None:
-    """Start monitoring. Every rank of a world of more than one must call this, once it has joined the store."""
+    """Start monitoring. Every rank of several must call this, once it has joined the store."""
     global _detector
     stores = tuple(dist.PrefixStore("triptych", store.clone()) for _ in range(2))
     _detector = FailureDetector(rank, world_size, collective_timeout, lambda: str(_position), stores)
