@@ -127,8 +127,7 @@ def thin(curve: Curve, every: int) -> Curve:
     """The curve of the means of `every` values, each at the last one's step."""
     starts = range(0, len(curve.values) - every + 1, every)
     steps = [curve.steps[start + every - 1] for start in starts]
-    means = [statistics.fmean(curve.values[start : start + every]) for start in starts]
-    return Curve(steps, [round(mean, DIGITS) for mean in means])
+    return Curve(steps, [statistics.fmean(curve.values[start : start + every]) for start in starts])
 
 
 # ---- facts and figure -----------------------------------------------------------------------------------
@@ -138,9 +137,14 @@ def describe(section: Section, runs: Runs) -> dict[str, Any]:
     """Facts of a section: what each case ended with, and all runs."""
     cases = {}
     for name, rows in runs.items():
-        base = runs[section["cases"][name].get("base", name)]
-        cases[name] = summarise(section, rows, base)
-    return {"cases": cases, "runs": [run for rows in runs.values() for run in rows]}
+        cases[name] = summarise(section, rows, runs[section["cases"][name].get("base", name)])
+    return {"cases": cases, "runs": [shortened(run) for rows in runs.values() for run in rows]}
+
+
+def shortened(run: dict[str, Any]) -> dict[str, Any]:
+    """A run for a file of facts: the numbers of its curves to `DIGITS` decimals."""
+    curves = {key: value for key, value in run.items() if isinstance(value, list)}
+    return run | {key: [round(number, DIGITS) for number in values] for key, values in curves.items()}
 
 
 def summarise(section: Section, runs: Sequence[dict], base: Sequence[dict]) -> dict[str, Any]:
