@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets the environment up and runs the tests; arguments go to pytest.
 #   bash tests/run.sh                         the fast tests, and whole programs that show that they work
-#   bash tests/run.sh --all                   everything, as the CI does: 40 minutes on 2 CPU cores
+#   bash tests/run.sh --all                   everything, as the CI does: 40 to 65 minutes on 2 CPU cores
 #   bash tests/run.sh -m "not slow"           the fast tests alone
 #   bash tests/run.sh --gpu                   what needs a GPU, in 10 minutes; figures go to gpu_figures.json
 #   bash tests/run.sh -n 0 -k ranking         what matches a name, in one process (as --pdb needs)

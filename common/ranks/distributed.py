@@ -75,8 +75,8 @@ def start(local_rank: int = -1, collective_timeout: float = 1800.0) -> None:
         dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = limit
         with _joining():
             store = _join()
-        if world_size() > 1:
-            watchdog.start(store, rank(), world_size(), collective_timeout)
+            if world_size() > 1:  # connects to the store once more
+                watchdog.start(store, rank(), world_size(), collective_timeout)
         group = dist.PrefixStore("world", store)
         dist.init_process_group(backend, store=group, rank=rank(), world_size=world_size(), timeout=limit)
         deepspeed.init_distributed(backend, verbose=False, timeout=limit)

@@ -236,7 +236,7 @@ def test_pad_falls_back_to_eos_and_no_id_changes(tmp_path, make_tokenizer):
 @pytest.mark.parametrize(
     ("eos", "eot", "message"),
     [
-        (None, None, "no eos token.*--eot_token.*--add_eot_token"),
+        (None, None, "no EOS token.*--eot_token.*--add_eot_token"),
         ("<|endoftext|>", "<turn>", r"--eot_token <turn>: .*splits it into \d+ tokens.*--add_eot_token"),
     ],
 )

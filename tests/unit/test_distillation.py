@@ -81,12 +81,12 @@ def test_what_a_distillation_loss_says(text):
     [
         ("revers_kl", "did you mean reverse_kl?"),
         ("mse", "use one of reverse_kl, forward_kl, jsd:BETA, sampled"),
-        ("half*reverse_kl", "the weight 'half' is no number above 0"),
-        ("0*reverse_kl", "the weight '0' is no number above 0"),
-        ("nan*reverse_kl", "the weight 'nan' is no number above 0"),
-        ("jsd", "BETA '' is no number from 0"),
-        ("jsd:1.5", "BETA '1.5' is no number from 0"),
-        ("reverse_kl:0.5", "'reverse_kl:0.5' is no divergence"),
+        ("half*reverse_kl", "the weight 'half' is not a number above 0"),
+        ("0*reverse_kl", "the weight '0' is not a number above 0"),
+        ("nan*reverse_kl", "the weight 'nan' is not a number above 0"),
+        ("jsd", "BETA '' is not a number from 0"),
+        ("jsd:1.5", "BETA '1.5' is not a number from 0"),
+        ("reverse_kl:0.5", "'reverse_kl:0.5' is not a divergence"),
     ],
 )
 def test_other_distillation_losses_are_refused(text, words):

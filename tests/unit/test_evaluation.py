@@ -116,7 +116,7 @@ def test_prompts_of_ones_own_are_used_whole_but_for_those_that_are_trained_on(ch
     assert sorted(texts) == ["a third one", "another one"]
     assert told == "evaluation: 2 of 3 --eval_data_path's prompts"
     taken = write(tmp_path / "taken.jsonl", ["question 3?"])
-    with pytest.raises(ValueError, match="not trained on, and of 1 --eval_data_path's ones none is left"):
+    with pytest.raises(ValueError, match="not trained on, but none of the 1 --eval_data_path's ones is left"):
         choose(eval_data_path=[taken])
 
 
@@ -128,9 +128,9 @@ def test_an_evaluation_that_is_asked_for_needs_prompts(choose):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"keep_best": "eval/kl"}, "eval/kl is no number of .* choose from eval/score, eval/score_m"),
+        ({"keep_best": "eval/kl"}, "eval/kl is not a .* choose from eval/score, eval/score_m"),
         ({"eval_data_path": ["none.jsonl"]}, "^--eval_data_path none.jsonl"),
-        ({"eval_data_path": "FILE", "eval_fraction": 0.1}, "--eval_fraction 0.1 would hold prompts out for"),
+        ({"eval_data_path": "FILE", "eval_fraction": 0.1}, "--eval_fraction 0.1 holds out prompts"),
         ({"keep_best": "eval/pass_rate", "save_rollouts": 3}, ""),
     ],
 )  # fmt: skip

@@ -97,7 +97,7 @@ def test_own_parts_take_the_place_of_the_projects(tmp_path):
         (BODY, "'range: ' of its head must be two numbers, as in range: 1 10"),
         ("range: 2 1\n" + BODY, "'range: 2 1' of its head"),
         (HEAD + "patern: x\n" + BODY, "its head has patern; it may have range, pattern, max_tokens"),
-        (HEAD + "pattern: (\n" + BODY, "'pattern: (' is no regular expression"),
+        (HEAD + "pattern: (\n" + BODY, "'pattern: (' is not a regular expression"),
         (HEAD + "pattern: \\d\n" + BODY, "needs one group, which is the score"),
         (HEAD + "max_tokens: many\n" + BODY, "'max_tokens: many' must be a whole number"),
     ],
@@ -178,7 +178,7 @@ def test_the_only_model_of_a_server_is_found(server, judge_of):
     judge_of().score(ANSWERS)
     assert {body["model"] for body in server.requests} == {"tiny"}
     server.models = ["one", "two"]
-    with pytest.raises(RewardError, match="it serves 2 models, 'one, two'; name one behind the address"):
+    with pytest.raises(RewardError, match="it serves 2 models, 'one, two'; name one after the address"):
         judge_of().score(ANSWERS)
 
 

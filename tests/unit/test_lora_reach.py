@@ -251,7 +251,7 @@ def test_new_tokens_are_refused_under_adapters_and_the_cure_trains_their_rows(
         return problems.messages, notes
 
     [problem], _ = check()
-    assert "1 tokens behind them (<|end|>): adapters do not train rows" in problem
+    assert "1 tokens behind them (<|end|>): adapters do not train embedding rows" in problem
     messages, [note] = check(only_optimize_lora=False)
     assert messages == [] and "<|end|>): their rows begin as the mean of the others" in note
 

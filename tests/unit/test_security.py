@@ -142,7 +142,7 @@ LOADERS = {
 def test_a_pickle_that_runs_code_is_refused_and_not_run(model_folder, proof, loader):
     is_classifier, load = LOADERS[loader]
     folder = model_folder(RunsCode(proof), is_classifier=is_classifier)
-    with pytest.raises(ValueError, match="a pickle that holds more than tensors.*nothing of it was run"):
+    with pytest.raises(ValueError, match="a pickle with more than tensors.*none of it was run"):
         load(folder)
     assert not proof.exists()
 

@@ -232,7 +232,7 @@ def test_an_adapter_of_others_is_read_as_peft_reads_it(tiny_model_folder, tmp_pa
         ({"use_dora": True}, "LoRA factors of linear layers are missing"),
         ({"r": 4}, "of another size"),
         ({"target_modules": ["nothing"]}, "the adapter cannot be loaded: Target modules"),
-        ({"peft_type": "IA3"}, "of the type IA3; only LORA"),
+        ({"peft_type": "IA3"}, "of type IA3; only LORA"),
         ({}, "1 weights are something else"),
     ],
 )

@@ -166,7 +166,7 @@ def test_run_shs_models_are_planned_by_its_table(tmp_path):
     ("words", "message"),
     [
         (["--actor_model", "./nowhere"], "--actor_model ./nowhere: no such folder"),
-        (["--deployment_type", "multi_node"], "--hostfile hostfile: no such file; one line"),
+        (["--deployment_type", "multi_node"], "--hostfile hostfile: no such file; it has a line"),
         (["--step", "3"], "step1_sft/export, which step 1 writes; add 1"),
         (["--ppo_flags", "'"], "--ppo_flags ': No closing quotation"),
         (["--deployment_type", "cloud"], "--deployment_type cloud: choose from single_gpu, single_node"),
