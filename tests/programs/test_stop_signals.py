@@ -63,7 +63,7 @@ def test_stops_and_goes_on(tiny, tmp_path, launcher, number, whole_group):
     assert code == STOPPED if launcher == "python" else code != 0, log.read_text()
     assert read_lock(output)["exit_code"] == STOPPED
     text = log.read_text()
-    assert f"{number.name}: saving, then leaving" in text or "SIGTERM: saving, then leaving" in text
+    assert f"{number.name}: saving, then exiting" in text or "SIGTERM: saving, then exiting" in text
     (found, *_), doubts = find_checkpoints(output)
     num_steps = found.meta["numbers"]["progress"]["step"]
     assert num_steps == len(read_curve(output, "sft/loss")) >= 3 and not doubts
