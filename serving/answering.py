@@ -243,16 +243,18 @@ class Answerer:
         inputs, slots = inputs.to(self.model.device, torch.arange(len(ids) - 1))
         logits_of = read_logit_transform(self.model.config).transform
         head = self.model.get_output_embeddings()
-        scores = [TokenScore(decode(token_ids[:1]), None, None)]
+        numbers: list[tuple[float, list[float], list[int]]] = []  # logprob; the likeliest ones' and their ids
         with _device_lock:
-            hidden = compute_hidden(self.model, inputs)[slots]  # (T - 1, H)
-            for states in hidden.split(_POSITIONS_AT_A_TIME):
+            hidden = compute_hidden(self.model, inputs)[slots].split(_POSITIONS_AT_A_TIME)  # (T - 1, H)
+            for states, expected in zip(hidden, ids[1:, None].split(_POSITIONS_AT_A_TIME), strict=True):
                 logprobs = logits_of(head(states).float())[:, : self.num_token_ids].log_softmax(-1).cpu()
-                for row in logprobs:
-                    token_id = token_ids[len(scores)]
-                    likeliest = row.topk(num_top).indices.tolist()
-                    top = [(decode([i]), float(row[i])) for i in likeliest]
-                    scores.append(TokenScore(decode([token_id]), float(row[token_id]), top))
+                columns = logprobs.gather(1, expected)[:, 0], *logprobs.topk(num_top)
+                numbers += zip(*(column.tolist() for column in columns), strict=True)
+        # Texts are made outside of the lock: others may use the device meanwhile.
+        scores = [TokenScore(decode(token_ids[:1]), None, None)]
+        for token_id, (logprob, values, likeliest) in zip(token_ids[1:], numbers, strict=True):
+            top = [(decode([i]), value) for i, value in zip(likeliest, values, strict=True)]
+            scores.append(TokenScore(decode([token_id]), logprob, top))
         return scores
 
 
