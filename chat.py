@@ -10,6 +10,7 @@ an answer, /help shows the commands.
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import signal
 import sys
@@ -30,7 +31,7 @@ from common.models.value_model import has_saved_head
 from common.programs import startup
 from common.programs.conversation_form import closing_of
 from common.programs.reward_scorer import RewardScorer, load_frozen_value_model
-from common.runs.durable_files import json_line
+from common.runs.durable_files import json_line, write_file
 from serving.answering import (
     Answerer,
     Sampling,
@@ -179,8 +180,9 @@ class Session:
             lines.append(json_line({"messages": messages, "model": conversation.name}))
         try:
             path = Path(name).expanduser()
-            with path.open("x", encoding="utf-8") as file:
-                file.writelines(lines)
+            if path.exists():
+                raise FileExistsError(errno.EEXIST, "File exists")
+            write_file(path, "".join(lines))
         except (OSError, RuntimeError) as error:  # a RuntimeError where ~NAME is nobody
             reason = getattr(error, "strerror", error)
             return f"/save {name}: it cannot be written ({reason}); give the name of a new file"
@@ -270,7 +272,7 @@ def load_session(args: ChatArguments, problems: Problems) -> Session:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read a line, answer it, until there is none; `argv` defaults to sys.argv[1:]."""
+    """Respond to lines until the input ends. `argv` defaults to sys.argv[1:]."""
     problems = Problems()
     args = parse_args(
         ChatArguments, argv, description=__doc__.splitlines()[0], problems=problems, leading="path"
