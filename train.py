@@ -26,13 +26,12 @@ from typing import Any, NamedTuple
 from common.flags.args import Problems, flag, parse_args
 from common.flags.problems import has_hub_form
 from common.flags.streams import run_tool
-from common.runs.run_files import REPORT
+from common.runs.run_files import REPORT, STOPPED
 from training_scripts.launch_table import DEPLOYMENTS, STEPS, find_script, run_flags, script_flags
 
 ROOT = Path(__file__).resolve().parent
 # Exit codes of the programs.
 BAD_INPUT = 2
-STOPPED = 75  # by a signal
 # DeepSpeed-Chat's words for a model are sizes of OPT.
 SIZES = {s: f"facebook/opt-{s}" for s in ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")}
 RUN = "training_scripts/run.sh"  # for a model without a script of its own

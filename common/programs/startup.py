@@ -46,7 +46,8 @@ from common.runs import run_files
 from common.runs.durable_files import SaveFailed, read_if_whole
 from common.runs.export import read_metadata
 from common.runs.resume import EarlierRun, find_run, settle_dtype
-from common.runs.run import STOPPED, Stopped
+from common.runs.run import Stopped
+from common.runs.run_files import STOPPED
 from common.runs.run_logger import missing_trackers
 
 OF_A_GROUP = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

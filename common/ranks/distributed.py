@@ -24,7 +24,7 @@ import deepspeed  # noqa: E402
 from deepspeed.accelerator import get_accelerator  # noqa: E402
 
 from common.ranks import watchdog  # noqa: E402
-from common.ranks.failure_detector import PATIENT  # noqa: E402
+from common.ranks.failure_detector import OTHER_RANK_FAILED, PATIENT  # noqa: E402
 from common.ranks.failures import first_line, say  # noqa: E402
 
 _IS_ON_CPU: ContextVar[bool] = ContextVar("_IS_ON_CPU", default=False)
@@ -34,7 +34,7 @@ NCCL_EXTRA_SECONDS = 30.0
 ALLOCATOR_VARIABLES = {f"PYTORCH_{kind}ALLOC_CONF" for kind in ("", "CUDA_", "HIP_")}
 # There where its driver is; the second on WSL.
 NVIDIA_DRIVER = ("/dev/nvidiactl", "/usr/lib/wsl/lib/nvidia-smi")
-BAD_INPUT, CANNOT_JOIN = 2, 4  # exit codes; a rank that does not come is as one that is lost later
+BAD_INPUT = 2  # exit code
 JOIN_SECONDS = 45.0  # for all ranks of a machine to come; 40 times that for those of several
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 T = TypeVar("T")
@@ -53,7 +53,7 @@ def start(local_rank: int = -1, collective_timeout: float = 1800.0) -> None:
 
     A rank that keeps the others waiting for `collective_timeout` seconds stops all of them, and so does a
     rank that fails. Every rank must call this once, before any model is built. If the other ranks cannot be
-    reached, prints what to change and exits with CANNOT_JOIN, or BAD_INPUT if the port is in use.
+    reached, prints what to change and exits with OTHER_RANK_FAILED, or BAD_INPUT if the port is in use.
     """
     global _host_group
     if "RANK" not in os.environ:  # port 0: any that is free
@@ -108,13 +108,14 @@ def _joining() -> Iterator[None]:
             f"({first_line(error)}); see whether another rank has ended and why, choose a port that nobody "
             "uses (deepspeed --master_port), and see that all machines reach that address"
         )
-        raise SystemExit(BAD_INPUT if "EADDRINUSE" in str(error) else CANNOT_JOIN) from error
+        raise SystemExit(BAD_INPUT if "EADDRINUSE" in str(error) else OTHER_RANK_FAILED) from error
 
 
 def text_of_first_rank(key: str, make: Callable[[], str]) -> str:
     """Result of `make()` on rank 0, for checks that run before `start`. Every rank must call this.
 
-    Rank 0 returns once all ranks have the text. Exits with CANNOT_JOIN if the other ranks cannot be reached.
+    Rank 0 returns once all ranks have the text. Exits with OTHER_RANK_FAILED if they cannot be
+    reached.
     """
     if world_size() == 1:
         return make()

@@ -40,7 +40,6 @@ from common.runs.resume import EarlierRun
 from common.runs.run_logger import ROOT, RunLogger
 from common.runs.saved_state import RandomState, Stateful, TensorReader
 
-STOPPED = 75  # EX_TEMPFAIL of <sysexits.h>: the same command resumes
 # A terminal's Ctrl-C reaches every rank, and the launcher passes on a signal of its own: that is one request.
 SAME_REQUEST_SECONDS = 2.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -27,6 +27,7 @@ ROLLOUTS = "rollouts.jsonl.gz"  # --save_rollouts: a gzip member a step, a line 
 REPORT = "report.html"
 TRACKERS_FILE = "trackers.json"  # the runs in --trackers, and how far they are
 
+STOPPED = 75  # exit code, EX_TEMPFAIL of <sysexits.h>: the same command resumes
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _REFUSED = 2
 # The file, open while this process holds a folder, what it says, and what it said before. The lock ends too

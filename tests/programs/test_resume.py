@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tiny_inputs import from_words, step_flags
 
 from common.runs.checkpoints import find_checkpoints
-from common.runs.run import STOPPED
+from common.runs.run_files import STOPPED
 from export import main as run_export
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,7 @@ from program_runs import as_flags, deepspeed, read_curve, run, start, torchrun, 
 from tiny_inputs import step_flags
 
 from common.runs.checkpoints import find_checkpoints
-from common.runs.run import STOPPED
-from common.runs.run_files import read_lock
+from common.runs.run_files import STOPPED, read_lock
 
 pytestmark = pytest.mark.slow
 

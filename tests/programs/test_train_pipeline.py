@@ -7,7 +7,7 @@ import pytest
 from program_runs import read_curve, run, start, wait_for_steps
 from transformers import AutoModelForCausalLM
 
-from common.runs.run import STOPPED
+from common.runs.run_files import STOPPED
 
 pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 
