@@ -75,7 +75,7 @@ def our_peak(task: str, length: int, vocabulary: int) -> int:
 
 
 def measure(python: str, task: str, length: int, vocabulary: int) -> dict[str, float]:
-    """The peaks of a size in MiB; TRL's where there is an interpreter, each in a process of its own."""
+    """Peak memory of a size in MiB, each in a separate process; TRL's too if its interpreter is given."""
     size = {"length": length, "vocabulary": vocabulary}
     size["ours"] = in_new_process(our_peak, task, length, vocabulary) / MIB
     for name, options in TRL_WAYS[task].items() if python else ():

@@ -51,7 +51,7 @@ MIB = 2**20
 
 
 def save_adapters(folder: Path, sizes: dict[str, int], *, is_shared: bool) -> dict[str, str]:
-    """The folders of an adapter for each role; all of one base, or each of a base of its own."""
+    """Folder of each role's adapter; all of one base, or each of a separate base."""
     tokenizer, lora = build_tokenizer(), LoraOptions(RANK)
     for role in ROLES:
         base = folder / ("base" if is_shared else f"{role}_base")

@@ -85,7 +85,7 @@ def begin(doc: str, num_runs: int = 0, **options: Any) -> argparse.Namespace:
 
 
 def in_new_process(measure: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """What `measure` gives in a process of its own, whose memory is its own."""
+    """Result of `measure` in a separate process, so that its memory is measured alone."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(measure, *args, **options).result()
 

@@ -106,7 +106,8 @@ class PPOLosses:
     def _policy_sums(self, batch: PackedBatch) -> Sums:
         args, actor = self.args, self.roles.actor
         on_device = with_rows(batch).to(distributed.device())
-        data, stats = on_device.data, dict[str, Stat]()
+        data = on_device.data
+        stats: dict[str, Stat] = {}
         logprobs, entropies, (divergence, of_teacher) = self._compute_scores(batch, data)
         if "prox_share" in data:
             prox = torch.lerp(data["old_logprobs"], logprobs.detach().float(), data["prox_share"])

@@ -185,8 +185,8 @@ class PPOTrainer:
         prox = batch.data["old_logprobs"]
         if not (is_current and self.rollout.recomputes):
             parts = self.rollout.score_cap.cut(batch)
-            joined = join_scores(batch.ids, parts, {"prox_logprobs": self.roles.actor.score(parts)}, {})
-            batch, prox = joined, joined.data["prox_logprobs"]
+            batch = join_scores(batch.ids, parts, {"prox_logprobs": self.roles.actor.score(parts)}, {})
+            prox = batch.data["prox_logprobs"]
         batch, weights = weigh_tokens(batch, prox, correction)
         numbers = summarise_weights(weights, distributed.reduce_sum, distributed.max_float)
         gaps = (batch.data["rollout_logprobs"] - batch.data["prox_logprobs"])[batch.data["loss_mask"]]

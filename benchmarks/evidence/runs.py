@@ -4,7 +4,7 @@ A file names a section's cases: the words of a command, seeds from 1 on, and var
 many runs at a time as this process may use cores, one thread each. A run that has finished is only read.
 
   command, environment  of every run, with {words}, {flags}, {seed}, {folder}, {run}, {data} and any other key
-  prepare               commands that come first, each with a folder of its own as its {run}
+  prepare               commands that run first, each with a separate folder as its {run}
   metrics, means        curves that are kept, and metrics that are averaged over all steps
   score                 the metric that cases are compared by
   every                 a point of a curve is the mean of so many values

@@ -129,17 +129,17 @@ def in_daemon(work: Callable[[], Any], name: str) -> Future[Any]:
 
 
 def describe_error(error: BaseException) -> str:
-    """An exception's class and text, shortened; the class alone where its text raises another exception."""
-    return shortened(traceback.format_exception_only(error)[-1].strip(), 10 * SHOWN_CHARACTERS)
+    """An exception's class and text, long ones cut in the middle; the class alone if its text raises."""
+    return cut_middle(traceback.format_exception_only(error)[-1].strip(), 10 * SHOWN_CHARACTERS)
 
 
 def quoted(text: str) -> str:
     """The text in quotes, a long one without its middle."""
-    return repr(shortened(text, SHOWN_CHARACTERS))
+    return repr(cut_middle(text, SHOWN_CHARACTERS))
 
 
-def shortened(text: str, limit: int) -> str:
-    """The text; where it is longer than the limit, its first and last characters."""
+def cut_middle(text: str, limit: int) -> str:
+    """The text; only its first and last characters if it is longer than the limit."""
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 
