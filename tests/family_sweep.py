@@ -67,7 +67,7 @@ OWN: dict[str, dict[str, Any]] = {
 CAUSES = {
     "head is more": "head",
     "see the padding": "padding is seen",
-    "changes": "weights change",
+    "changes its weights": "weights change",
     "changes the logits": "other logits",
     "noise of its routers": "noise counts",
 }
