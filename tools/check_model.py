@@ -39,6 +39,7 @@ from common.generation.tp_plans import build_cuts, working_tp_sizes
 from common.models.attention import KERNELS, plain_attention, takes_packed
 from common.models.family_probe import logprobs_of, own_logprobs, plain_logits
 from common.models.loading import DTYPES, ModelOptions, load_causal_lm
+from common.models.transformers_internals import attention_of
 from common.programs import model_checks, startup
 from common.ranks import distributed
 from common.ranks.failures import kind_and_line
@@ -181,7 +182,7 @@ def compare(name: str, own: torch.Tensor, expected: torch.Tensor, tolerance: flo
 
 def use_torchs_attention(model: PreTrainedModel) -> None:
     """Have the model compute by torch's attention in the place of a kernel that we chose."""
-    if model.config._attn_implementation in KERNELS:
+    if attention_of(model) in KERNELS:
         model.set_attn_implementation(plain_attention(model))
 
 

@@ -1,16 +1,14 @@
 """One optimizer step of a DeepSpeed engine on exact global means: the `update` verb of every trained role."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
-from deepspeed.runtime.zero import stage3, stage_1_and_2
 
 from common.ranks import distributed
+from common.ranks.deepspeed_internals import combined_norm, gradient_norms, known_norms
 from common.ranks.failures import StepRefused
 from common.ranks.step_costs import COSTS
 
@@ -102,7 +100,8 @@ def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
             engine.backward(loss_sum * (term.weight * world_size / total), scale_wrt_gas=False)
             if not is_last:
                 engine.step()  # only counts the micro-batch
-        reduced, norms = distributed.reduce_sum(torch.stack(list(sums.values()))), _compute_norms(engine)
+        reduced = distributed.reduce_sum(torch.stack(list(sums.values())))
+        norms = gradient_norms(engine)
         summed = torch.cat([reduced, *(norm.to(reduced).reshape(1) for norm in norms)]).tolist()
         means = dict(zip(sums, summed, strict=False))
         for name, number in counted.items():
@@ -111,7 +110,7 @@ def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
                 means[name] = total / count
         summed_norms = zip(summed[len(sums) :], norms, strict=True)
         norms = [torch.tensor(n, dtype=norm.dtype) for n, norm in summed_norms]
-        return Gradients(engine, terms, means, _combine(engine, norms), norms)
+        return Gradients(engine, terms, means, combined_norm(engine, norms), norms)
 
 
 def take_steps(gradients: Sequence[Gradients], doubt: str = "") -> list[dict[str, float]]:
@@ -139,61 +138,10 @@ def take_steps(gradients: Sequence[Gradients], doubt: str = "") -> list[dict[str
     with COSTS.clock("optimizer"):
         for g in gradients:
             rates = {group["rate_name"]: float(group["lr"]) for group in g.engine.optimizer.param_groups}
-            with _knowing(g.engine, g.norms):
+            with known_norms(g.engine, g.norms):
                 g.engine.step()
             results.append(g.means | {"grad_norm": g.grad_norm} | rates)
     return results
-
-
-def _compute_norms(engine: Any) -> list[torch.Tensor]:
-    """Norms (scalars) of the gradients, as DeepSpeed computes them in a step: under stage 3 of each parameter
-    group, else of all. Every rank must call this.
-    """
-    if not engine.zero_optimization():
-        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-        return [torch.nn.utils.get_total_norm(gradients)]
-    zero = engine.optimizer
-    if engine.zero_optimization_stage() == 3:
-        return zero._get_norm_groups()
-    zero._wait_for_offload_copies()
-    return [zero.scaled_global_norm()]
-
-
-def _combine(engine: Any, norms: list[torch.Tensor]) -> float:
-    """Global norm of the gradients; infinite if one of them is not finite."""
-    if not engine.zero_optimization():
-        return float(norms[0])
-    norm = combine_grad_norm_groups(norms) if engine.zero_optimization_stage() == 3 else norms[0]
-    return math.inf if is_invalid_grad_norm(norm) else float(norm / engine.optimizer.loss_scale)
-
-
-def _mask_not_finite(norm: torch.Tensor, device: Any = None, val: float = -1.0) -> None:
-    norm.masked_fill_(~norm.isfinite(), val)
-
-
-# DeepSpeed's own makes the value on the host: a wait for each group of parameters.
-stage_1_and_2.mask_nan_or_inf_with_val_inplace = stage3.mask_nan_or_inf_with_val_inplace = _mask_not_finite
-
-
-@contextmanager
-def _knowing(engine: Any, norms: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Context in which an optimizer step uses these norms, which are on the CPU. DeepSpeed would compute them
-    again, check them for finiteness, and wait for the device each time.
-    """
-    if not engine.zero_optimization():
-        yield
-        return
-    attributes = vars(engine.optimizer)
-    replaced = {"scaled_global_norm": lambda: norms[0], "_get_norm_groups": lambda: norms}
-    replaced |= {"check_overflow": lambda **_: None, "check_grad_overflow": True}
-    before = {name: attributes[name] for name in replaced if name in attributes}
-    attributes.update(replaced)
-    try:
-        yield
-    finally:
-        for name in replaced:
-            del attributes[name]
-        attributes.update(before)
 
 
 def skip_step(engine: Any) -> None:
@@ -209,7 +157,7 @@ def skip_step(engine: Any) -> None:
     scaler_before = dict(scaler)
     scaler["raise_error_at_min_scale"] = False
     try:
-        with _knowing(engine, [torch.tensor(math.inf)]):
+        with known_norms(engine, [torch.tensor(math.inf)]):
             engine.step()
     finally:
         # A loss that is not finite says nothing about the scale of gradients: it stays.

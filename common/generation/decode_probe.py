@@ -16,6 +16,7 @@ from common.generation.hybrid_engine import TransformersGenerator
 from common.generation.inference_module import share_weights
 from common.models.family_probe import difference, logprobs_of, plain_logits, small_model
 from common.models.replica import measure_once
+from common.models.transformers_internals import is_stateful
 from common.ranks.failures import kind_and_line
 
 LENGTHS = (5, 3, 4)
@@ -48,7 +49,7 @@ def _measure(config: PreTrainedConfig, by_transformers: bool, trusts_code: bool)
     except Exception as error:
         gap = kind_and_line(error)
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    has_state = model._is_stateful or any(word in kind for kind in kinds for word in _STATES)
+    has_state = is_stateful(model) or any(word in kind for kind in kinds for word in _STATES)
     if gap and has_state and not by_transformers:
         return f"{name} keeps a state from token to token, and this decoder keys and values alone"
     return gap and f"what is decoded with {name} is not what its own forward pass computes: {gap}"

@@ -17,6 +17,7 @@ from transformers.masking_utils import sdpa_mask
 
 from common.generation.tp_plans import head_counts
 from common.models.attention import FLASH_ATTENTION, KERNELS, plain_attention, takes_own_kernels
+from common.models.transformers_internals import attention_of
 
 SLOT_ATTENTION = "triptych_slots"
 
@@ -117,7 +118,7 @@ def kv_bytes_per_token(config: Any, bytes_per_number: int, tp_size: int = 1) -> 
 
 def choose_attention(source: PreTrainedModel) -> str:
     """Return the attention that a module like `source` generates with, by the one that it was loaded with."""
-    chosen = source.config._attn_implementation
+    chosen = attention_of(source)
     if chosen == FLASH_ATTENTION and takes_own_kernels(type(source), source.config):
         return SLOT_ATTENTION
     return plain_attention(source) if chosen in KERNELS else chosen

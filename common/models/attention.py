@@ -23,7 +23,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_flash_attn_2_available
 
+from common.models.transformers_internals import (
+    TRANSFORMERS,
+    attention_of,
+    is_stateful,
+    takes_any_attention,
+    takes_flash,
+    takes_sdpa,
+)
 from common.ranks import distributed
+from common.ranks.deepspeed_internals import require_version
 
 # Whether the pass that runs has sequences end to end; None: it is none of ours.
 IS_PACKED: ContextVar[bool | None] = ContextVar("IS_PACKED", default=None)
@@ -100,6 +109,7 @@ def choose_attention(model_class: Any, config: Any, dtype: str) -> str | None:
     A GPU's kernels need 16-bit weights and a GPU that has them. Says once for a kind of model that flash-attn
     is installed and not used.
     """
+    install()
     takes_own = takes_own_kernels(model_class, config)
     if not distributed.has_gpu():
         return VARLEN_ATTENTION if takes_own else None
@@ -116,10 +126,9 @@ def choose_attention(model_class: Any, config: Any, dtype: str) -> str | None:
 
 def _serves_flash(model_class: Any, config: Any) -> bool:
     """Whether a class, None for remote code, computes with flash-attn what it computes without."""
-    config, others = config.get_text_config(), getattr(model_class, "_compatible_flash_implementations", None)
+    config = config.get_text_config()
     return (
-        getattr(model_class, "_supports_flash_attn", False)
-        and FLASH_ATTENTION in (others or [FLASH_ATTENTION])
+        takes_flash(model_class, FLASH_ATTENTION)
         and not getattr(config, "alibi", False)  # Falcon's class says that it does, and raises
         and "local" not in getattr(config, "attention_layers", ())  # GPT-Neo's windows are left out there
         and not config.is_heterogeneous  # heads of 512 (Gemma 4), where 256 is the kernels' most
@@ -130,7 +139,7 @@ def takes_own_kernels(model_class: Any, config: Any) -> bool:
     """Whether a class calls any attention that is registered, and needs nothing of it that sdpa lacks (caps
     of scores, sinks) or kernels do (values of a width of their own, heads wider than 256).
     """
-    is_plain = getattr(model_class, "_supports_attention_backend", False) and model_class._supports_sdpa
+    is_plain = takes_any_attention(model_class) and takes_sdpa(model_class)
     config = config.get_text_config()
     return is_plain and not hasattr(config, "v_head_dim") and not config.is_heterogeneous
 
@@ -150,10 +159,10 @@ def takes_packed(model: PreTrainedModel) -> bool:
     if not getattr(model, "packs_rows", True):  # measured: they do not make use of it
         return False
     # Classes with an attention of their own are not told, nor are recurrent layers.
-    if model.config._attn_implementation not in KERNELS or not model._supports_attention_backend:
+    if attention_of(model) not in KERNELS or not takes_any_attention(model):
         return False
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    if model._is_stateful or not ATTENDS.issuperset(kinds):
+    if is_stateful(model) or not ATTENDS.issuperset(kinds):
         return False
     return _hands_through(type(backbone_of(model)))
 
@@ -166,7 +175,7 @@ def _hands_through(backbone_class: type) -> bool:
 
 def plain_attention(model: PreTrainedModel) -> str:
     """Return torch's attention for the model's class."""
-    return "sdpa" if model._supports_sdpa else "eager"
+    return "sdpa" if takes_sdpa(model) else "eager"
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -257,10 +266,14 @@ def _find_unknown_sequences(position_ids: torch.Tensor) -> torch.Tensor | None:
     return _find_packed_sequences(position_ids) if IS_PACKED.get() is None else None
 
 
-masking_utils.find_packed_sequence_indices = _find_unknown_sequences
-AttentionInterface.register(VARLEN_ATTENTION, attend_packed)
-AttentionInterface.register(FLASH_ATTENTION, attend_flash)
-AttentionMaskInterface.register(VARLEN_ATTENTION, mask_unless_packed)
+@functools.cache
+def install() -> None:
+    """Give transformers these functions, for the whole process. Raises ValueError for an untested version."""
+    require_version("transformers", TRANSFORMERS)
+    masking_utils.find_packed_sequence_indices = _find_unknown_sequences
+    AttentionInterface.register(VARLEN_ATTENTION, attend_packed)
+    AttentionInterface.register(FLASH_ATTENTION, attend_flash)
+    AttentionMaskInterface.register(VARLEN_ATTENTION, mask_unless_packed)
 
 
 # ---------------------------------------------------------------------------------------------------------

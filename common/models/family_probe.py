@@ -11,12 +11,19 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from common.data.packed_batch import pack_rows, token_positions
-from common.models.attention import VARLEN_ATTENTION, narrow_last_layer, takes_own_kernels, takes_packed
+from common.models.attention import (
+    VARLEN_ATTENTION,
+    install,
+    narrow_last_layer,
+    takes_own_kernels,
+    takes_packed,
+)
 from common.models.loading import forward_accepts, set_dropout
 from common.models.model_inputs import build_model_inputs
 from common.models.policy_model import PolicyModel
 from common.models.replica import build_replica, measure_once
 from common.models.router_loss import router_coefficient
+from common.models.transformers_internals import class_for
 from common.models.value_model import ValueModel
 from common.ranks.failures import kind_and_line
 
@@ -42,7 +49,7 @@ def probe_family(auto_class: Any, config: PreTrainedConfig, *, trusts_code: bool
 
 def _measure(config: PreTrainedConfig, auto_class: Any, trusts_code: bool) -> FamilyProbe:
     name, is_policy = f"the family {config.model_type}", auto_class is AutoModelForCausalLM
-    is_known = trusts_code or type(config) in auto_class._model_mapping
+    is_known = trusts_code or class_for(auto_class, config) is not None
     if not is_policy and not is_known:
         return FamilyProbe(f"{name} has no classifier in transformers, which reward models and critics are")
     if is_known and config.is_encoder_decoder:
@@ -98,7 +105,8 @@ def small_model(
 ) -> tuple[PreTrainedModel, list[list[int]]]:
     """The replica of a model, as `load_pretrained` makes one, and rows of token ids for it."""
     config.use_cache, config.num_labels = False, 1
-    own = takes_own_kernels(auto_class._model_mapping.get(type(config), None), config)
+    install()
+    own = takes_own_kernels(class_for(auto_class, config), config)
     model = build_replica(
         auto_class,
         config,

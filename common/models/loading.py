@@ -30,6 +30,7 @@ from common.models.four_bit import quantisation, settle, whole_shape
 from common.models.model_inputs import ModelInputs
 from common.models.router_loss import balance_loss, router_coefficient
 from common.models.saved_adapters import base_of, is_adapter
+from common.models.transformers_internals import class_for
 from common.ranks import distributed
 from common.ranks.failures import first_line
 from common.ranks.zero3 import gather_whole, is_sharded, local_shard
@@ -239,14 +240,13 @@ def load_pretrained(
     sharding = HfDeepSpeedConfig(options.ds_config) if zero.get("stage") == 3 else None
     dtype = DTYPES[options.dtype]
     packed = {"quantization_config": quantisation(dtype)} if options.load_in_4bit else {}
-    model_class = auto_class._model_mapping.get(type(config), None)  # None: remote code
     model = load_weights(
         auto_class,
         options.name_or_path,
         config=config,
         dtype=dtype,
         trust_remote_code=options.trust_remote_code,
-        attn_implementation=choose_attention(model_class, config, options.dtype),
+        attn_implementation=choose_attention(class_for(auto_class, config), config, options.dtype),
         **packed,
     )
     model.packs_rows = probe.packs
@@ -279,8 +279,7 @@ def load_pretrained(
 
 def keep_composite(model: PreTrainedModel, config: PreTrainedConfig, auto_class: Any) -> None:
     """Have an export of a part carry the configuration of the whole where `auto_class` takes no other."""
-    known = auto_class._model_mapping
-    if type(model.config) not in known and type(config) in known:
+    if class_for(auto_class, model.config) is None and class_for(auto_class, config) is not None:
         model.composite_config = config
 
 

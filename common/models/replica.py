@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from common.models.transformers_internals import keep_layers
 from common.ranks import distributed
 
 MAX_PARAMETERS = 2**21  # a configuration with more of them is made narrow
@@ -108,9 +109,7 @@ def _shorten(config: PreTrainedConfig) -> None:
         numbers |= {name: [kept.index(n) for n in x if n in kept] for name, x in numbered.items()}
         numbers |= {name: min(numbers[name] or 0, len(kept)) for name in _LAYERS & numbers.keys()}
         if part.is_heterogeneous:
-            layers = part._heterogeneity_spec.per_layer_overrides
-            own = {place: layers[layer] for place, layer in enumerate(kept) if layer in layers}
-            part._heterogeneity_spec.per_layer_overrides = own
+            keep_layers(part, kept)
 
 
 def _narrow(config: PreTrainedConfig) -> None:

@@ -16,6 +16,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from common.data.packed_batch import PackedBatch
 from common.models.attention import backbone_of
 from common.models.model_inputs import ModelInputs
+from common.models.transformers_internals import class_for
 
 
 def router_coefficient(model: PreTrainedModel) -> float:
@@ -23,7 +24,7 @@ def router_coefficient(model: PreTrainedModel) -> float:
     language model has a coefficient and never adds the loss (Llama 4).
     """
     backbone = backbone_of(model)
-    language_model = AutoModelForCausalLM._model_mapping.get(type(model.config), type(model))
+    language_model = class_for(AutoModelForCausalLM, model.config) or type(model)
     config = model.config.get_text_config()
     can_record = "router_logits" in (getattr(backbone, "_can_record_outputs", None) or {})
     can_record &= "output_router_logits" in inspect.signature(language_model.forward).parameters

@@ -31,9 +31,11 @@ from common.flags.problems import has_hub_form, no_effect_notes
 from common.flags.streams import settle_streams
 from common.models.fingerprint import changed_models, fingerprint
 from common.models.saved_adapters import base_of, is_adapter, tokenizer_of
+from common.models.transformers_internals import TRANSFORMERS
 from common.programs.conversation_form import find_template
 from common.programs.memory_check import check_memory
 from common.ranks import distributed, watchdog
+from common.ranks.deepspeed_internals import DEEPSPEED, require_version
 from common.ranks.failures import (
     StepRefused,
     TooManyBadSteps,
@@ -114,6 +116,9 @@ def check_run(args: RunArguments, problems: Problems) -> list[str]:
     """
     if not check_environment(problems):  # nobody may be the first process then
         problems.exit_if_any(is_told_by_all=True)
+    for library, tested in {"deepspeed": DEEPSPEED, "transformers": TRANSFORMERS}.items():
+        with problems.catch():
+            require_version(library, tested)
     notes = settle_dtype(args) + check_device(args.dtype, problems)
     dtype, data_types = distributed.dtype_name(args.dtype), None
     with problems.catch():

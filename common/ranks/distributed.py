@@ -23,7 +23,7 @@ if not torch.cuda.is_available():
 import deepspeed  # noqa: E402
 from deepspeed.accelerator import get_accelerator  # noqa: E402
 
-from common.ranks import watchdog  # noqa: E402
+from common.ranks import deepspeed_internals, watchdog  # noqa: E402
 from common.ranks.failure_detector import OTHER_RANK_FAILED, PATIENT  # noqa: E402
 from common.ranks.failures import first_line, say  # noqa: E402
 
@@ -54,8 +54,10 @@ def start(local_rank: int = -1, collective_timeout: float = 1800.0) -> None:
     A rank that keeps the others waiting for `collective_timeout` seconds stops all of them, and so does a
     rank that fails. Every rank must call this once, before any model is built. If the other ranks cannot be
     reached, prints what to change and exits with OTHER_RANK_FAILED, or BAD_INPUT if the port is in use.
+    Raises ValueError for an untested version of DeepSpeed.
     """
     global _host_group
+    deepspeed_internals.install()
     if "RANK" not in os.environ:  # port 0: any that is free
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         os.environ |= alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

@@ -13,6 +13,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
 
 from common.ranks import distributed
+from common.ranks.deepspeed_internals import fragment_addresses
 
 STATES = (OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params)
 
@@ -112,10 +113,11 @@ def find_owned_runs(engine: Any) -> Iterator[OwnedRun]:
     else:
         for flat, group in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True):
             for p in group:
-                if p._hp_mapping is None:
+                addresses = fragment_addresses(p)
+                if addresses is None:
                     yield OwnedRun(p, 0, 0, flat)
                     continue
-                source, home = p._hp_mapping.lp_fragment_address, p._hp_mapping.hp_fragment_address
+                source, home = addresses
                 yield OwnedRun(p, source.start, source.numel, flat, home.start)
 
 

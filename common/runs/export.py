@@ -24,6 +24,7 @@ from common.data.tokenizer import num_token_ids
 from common.models.loading import plain_model
 from common.models.lora import TrainedWeight, trained_weights
 from common.models.saved_adapters import ADAPTER_CONFIG, POOLING
+from common.models.transformers_internals import save_as_class
 from common.ranks import distributed, watchdog
 from common.ranks.failures import cure_of_write, first_line, has_lost_ranks, kind_and_line
 from common.ranks.zero3 import gather_whole
@@ -181,7 +182,7 @@ def _write_model(
     num_rows = max(plain.num_exported_rows, num_token_ids(tokenizer))
     _set_num_rows(plain, state, num_rows)
     exported = copy.copy(plain)  # the same modules, with configurations of its own
-    exported._weight_conversions = None  # as its class is saved, not as its base was: packed, for one
+    save_as_class(exported)  # its base may pack weights
     exported.config = copy.deepcopy(plain.config)
     exported.config.update({"use_cache": True} | changes)
     if getattr(plain, "hf_quantizer", None):  # the weights are unpacked

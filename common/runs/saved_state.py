@@ -19,6 +19,7 @@ from safetensors import safe_open
 from torch import nn
 
 from common.ranks import distributed
+from common.ranks.deepspeed_internals import spread_weights
 from common.ranks.zero3 import find_owned_runs, is_sharded, own_share
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -218,7 +219,7 @@ class EngineState(Stateful):
             if step:
                 for name, moment in self._make_moments(segment.owner, step).items():
                     segment.load(reader, f"{segment.name}:{name}", moment)
-        self._spread_weights()
+        spread_weights(self.zero, self.stage)
         for group, rate in zip(self.adam.param_groups, state["learning_rates"], strict=True):
             group["lr"] = rate
         self.engine.lr_scheduler.load_state_dict(state["schedule"])
@@ -238,16 +239,6 @@ class EngineState(Stateful):
                 state[name] = torch.zeros_like(owner)
         state["step"].fill_(max(step, float(state["step"])))
         return {name: state[name] for name in MOMENTS if name in state}
-
-    def _spread_weights(self) -> None:
-        """Copy the loaded fp32 weights to the model's weights."""
-        if self.stage in (1, 2):
-            self.zero.update_lp_params()
-        elif self.stage == 3:
-            self.zero._partition_all_parameters()
-            for index in range(len(self.zero.fp16_groups)):
-                self.zero._reassign_or_swap_out_partitioned_parameters(index)
-            self.zero._post_step(set())
 
 
 @contextmanager

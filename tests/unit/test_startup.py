@@ -1,6 +1,7 @@
 """Checks before any model is loaded. The programs' own tests show each message as a user sees it."""
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import shutil
@@ -14,10 +15,12 @@ from pretended_gpu import pretended_gpu
 from common.data.example import Message
 from common.flags.args import Problems
 from common.models import model_flops
+from common.models.transformers_internals import TRANSFORMERS
 from common.programs import startup
 from common.programs.conversation_form import describe_form, find_template
 from common.programs.startup import OF_A_GROUP, check_device, check_environment, check_run
 from common.ranks import distributed
+from common.ranks.deepspeed_internals import DEEPSPEED
 from common.runs.resume import settle_dtype
 from step1_sft.arguments import SFTArguments
 
@@ -311,3 +314,22 @@ def test_what_may_not_be_read_is_named_with_its_path(closed, tiny_model_folder, 
         f"--model_name_or_path {folder / closed} cannot be read by this user; "
         f"its owner can run chmod -R a+rX {folder}"
     ]
+
+
+@pytest.mark.parametrize(("library", "version"), [("deepspeed", "0.18.9"), ("transformers", "4.57.6")])
+def test_untested_versions_of_libraries_are_rejected_with_the_cure(library, version, monkeypatch):
+    installed = importlib.metadata.version
+    args = SFTArguments()
+    problems = Problems()
+    check_run(args, problems)
+    assert not [text for text in problems.messages if library in text]
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: version if name == library else installed(name)
+    )
+    check_run(args, problems)
+    assert any(f"{library} {version}" in text and "pip install" in text for text in problems.messages)
+
+
+def test_versions_that_are_required_are_those_that_were_tested():
+    lines = Path("requirements.txt").read_text()
+    assert f"deepspeed{DEEPSPEED} " in lines and f"transformers{TRANSFORMERS} " in lines

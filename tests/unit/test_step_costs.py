@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator
 from common.models import model_flops
-from common.models.attention import VARLEN_ATTENTION, narrow_last_layer
+from common.models.attention import VARLEN_ATTENTION, install, narrow_last_layer
 from common.models.lora import LoraOptions, add_lora
 from common.models.model_inputs import build_model_inputs
 from common.models.output_head import summed_logprobs
@@ -110,6 +110,7 @@ def build_model(kind: str, family: str, lora_dim: int, *, is_packed: bool = Fals
     if lora_dim:  # the frozen embeddings need no gradient from the first layer: little, where there are more
         config.num_hidden_layers = 8
     # The products of "eager" are plain ones, which torch's counter sees.
+    install()
     config._attn_implementation = VARLEN_ATTENTION if is_packed else "eager"
     config.num_labels = 1
     kinds = {"value": AutoModelForSequenceClassification, "policy": AutoModelForCausalLM}

@@ -1,0 +1,50 @@
+"""Private members of transformers' classes that several files read, for the versions that were tested."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+TRANSFORMERS = "~=5.23.0"  # as in requirements.txt
+
+
+def class_for(auto_class: Any, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """The class that an auto class builds for a configuration; None if it has none (remote code)."""
+    return auto_class._model_mapping.get(type(config), None)
+
+
+def attention_of(model: PreTrainedModel) -> str:
+    """Name of the attention that a model was loaded with."""
+    return model.config._attn_implementation
+
+
+def is_stateful(model: PreTrainedModel) -> bool:
+    """Whether the family keeps a recurrent state from token to token."""
+    return model._is_stateful
+
+
+def takes_any_attention(model_class: Any) -> bool:
+    """Whether a class, None for remote code, calls whichever attention is registered."""
+    return getattr(model_class, "_supports_attention_backend", False)
+
+
+def takes_sdpa(model_class: Any) -> bool:
+    """Whether a class, None for remote code, calls torch's scaled_dot_product_attention."""
+    return getattr(model_class, "_supports_sdpa", False)
+
+
+def takes_flash(model_class: Any, implementation: str) -> bool:
+    """Whether a class, None for remote code, calls this implementation of flash attention."""
+    implementations = getattr(model_class, "_compatible_flash_implementations", None) or [implementation]
+    return getattr(model_class, "_supports_flash_attn", False) and implementation in implementations
+
+
+def keep_layers(config: PreTrainedConfig, kept: list[int]) -> None:
+    """Leave the own configurations of these layers of a heterogeneous model, renumbered in this order."""
+    layers = config._heterogeneity_spec.per_layer_overrides
+    own = {place: layers[layer] for place, layer in enumerate(kept) if layer in layers}
+    config._heterogeneity_spec.per_layer_overrides = own
+
+
+def save_as_class(model: PreTrainedModel) -> None:
+    """Have `save_pretrained` name the weights as the model's class does, not as its base did."""
+    model._weight_conversions = None
