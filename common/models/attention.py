@@ -1,10 +1,11 @@
 """Attention over packed sequences (end to end in one row, without padding), under transformers' modules.
 
-On a GPU: flash-attn's own kernel, or torch's where flash-attn is not installed; on a CPU torch's sdpa, piece
-by piece. A piece is a sequence, or the common beginning of several, or what follows that in one of them: its
-keys are its own tokens and those before them, more than it has itself.
+On a GPU flash-attn's kernel, or torch's if flash-attn is not installed; on a CPU torch's sdpa, segment by
+segment. A segment is a sequence, or the prefix shared by several, or the rest of one of those after the
+prefix: it then attends to the prefix's keys besides its own.
 
-# P pieces, total tokens of all, keys: of all pieces end to end, H heads of queries or of keys, D their width
+# P segments, total tokens of all, keys: of all segments end to end, H heads of queries or of keys, D their
+# width
 """
 
 import functools
@@ -47,8 +48,8 @@ PROJECTIONS = {"q_proj", "o_proj", "out_proj", "dense", "c_proj", "Wo"}
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the pieces of one row begin, and what each sees; `read` are the slots whose last hidden states
-    are read, each once: the last layer need not compute the others.
+    """Where the segments of one row begin, and which keys each attends to. `read` are the slots whose last
+    hidden states are used, each once: the last layer need not compute the others.
     """
 
     lengths: list[int]  # (P,) tokens of each piece
@@ -60,12 +61,12 @@ class Packing:
     masks: dict[Any, torch.Tensor | None] = field(default_factory=dict)  # by lengths and window
 
     def keys_of(self, states: torch.Tensor) -> torch.Tensor:
-        """Return keys or values (1, H, keys, D) of states (1, H, total, D)."""
+        """Keys or values (1, H, keys, D) for states (1, H, total, D)."""
         return states if self.key_slots is None else states.index_select(2, self.key_slots)
 
     @functools.cached_property
     def rows_read(self) -> list[torch.Tensor]:
-        """Which tokens of each piece are read."""
+        """Rows of each segment whose last hidden states are used."""
         starts = self.starts.long()
         edges = torch.searchsorted(self.read, starts).tolist()
         return [self.read[a:b] - start for a, b, start in zip(edges, edges[1:], starts, strict=False)]
@@ -81,7 +82,7 @@ class Packing:
         """Additive mask of a segment's tokens, or of those at `rows`: (length, key_length), 0 and -inf; None
         means the plain causal mask.
 
-        One tensor serves all segments and layers; of a boolean mask sdpa would keep a copy for each.
+        One tensor serves all segments and layers; sdpa would keep a copy of a boolean mask for each.
         """
         if rows is None and length == key_length and (window is None or window >= length):
             return None
@@ -104,10 +105,10 @@ class Packing:
 
 
 def choose_attention(model_class: Any, config: Any, dtype: str) -> str | None:
-    """Return the attention to load a model with; None is transformers' choice, torch's own.
+    """Name of the attention to load a model with; None is transformers' default, torch's own.
 
-    A GPU's kernels need 16-bit weights and a GPU that has them. Says once for a kind of model that flash-attn
-    is installed and not used.
+    The GPU kernels need 16-bit weights and a recent GPU. Prints once per model type if flash-attn is
+    installed and not used.
     """
     install()
     takes_own = takes_own_kernels(model_class, config)
@@ -125,7 +126,7 @@ def choose_attention(model_class: Any, config: Any, dtype: str) -> str | None:
 
 
 def _serves_flash(model_class: Any, config: Any) -> bool:
-    """Whether a class, None for remote code, computes with flash-attn what it computes without."""
+    """Whether a class, None for remote code, computes the same with flash-attn as without."""
     config = config.get_text_config()
     return (
         takes_flash(model_class, FLASH_ATTENTION)
@@ -136,8 +137,8 @@ def _serves_flash(model_class: Any, config: Any) -> bool:
 
 
 def takes_own_kernels(model_class: Any, config: Any) -> bool:
-    """Whether a class calls any attention that is registered, and needs nothing of it that sdpa lacks (caps
-    of scores, sinks) or kernels do (values of a width of their own, heads wider than 256).
+    """Whether a class calls any registered attention, and needs nothing that sdpa lacks (soft caps, sinks) or
+    that the kernels lack (values of another width than keys, heads wider than 256).
     """
     is_plain = takes_any_attention(model_class) and takes_sdpa(model_class)
     config = config.get_text_config()
@@ -145,17 +146,19 @@ def takes_own_kernels(model_class: Any, config: Any) -> bool:
 
 
 def backbone_name(model: PreTrainedModel) -> str:
-    """The attribute that holds what is before the head: Llama 4's text model names one that it has not."""
+    """Name of the attribute that holds everything before the head; Llama 4's text model names one that it
+    does not have.
+    """
     return model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"
 
 
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
-    """What of a model is before its head."""
+    """The part of a model before its head."""
     return getattr(model, backbone_name(model))
 
 
 def takes_packed(model: PreTrainedModel) -> bool:
-    """Whether the model's layers are told where sequences begin, so that they may stand end to end."""
+    """Whether every layer of the model is passed the boundaries of sequences, so that rows can be packed."""
     if not getattr(model, "packs_rows", True):  # measured: they do not make use of it
         return False
     # Classes with an attention of their own are not told, nor are recurrent layers.
@@ -174,7 +177,7 @@ def _hands_through(backbone_class: type) -> bool:
 
 
 def plain_attention(model: PreTrainedModel) -> str:
-    """Return torch's attention for the model's class."""
+    """Name of torch's attention for the model's class."""
     return "sdpa" if takes_sdpa(model) else "eager"
 
 
@@ -195,8 +198,8 @@ def attend_packed(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return (1, total, H, D) for query, key, value (1, H, total, D); passes without `packing` go to torch's
-    sdpa.
+    """Attention output (1, total, H, D) for query, key, value (1, H, total, D); passes without `packing` go
+    to torch's sdpa.
     """
     if packing is None:
         options = {"scaling": scaling, "dropout": dropout, **kwargs}
@@ -252,7 +255,7 @@ def attend_flash(
 
 
 def mask_unless_packed(**kwargs: Any) -> torch.Tensor | None:
-    """Return sdpa's mask, None for sequences end to end: it would be of total x total."""
+    """sdpa's mask; None for packed sequences, for which it would be total x total."""
     return None if IS_PACKED.get() else sdpa_mask(**kwargs)
 
 
@@ -260,15 +263,17 @@ _find_packed_sequences = masking_utils.find_packed_sequence_indices
 
 
 def _find_unknown_sequences(position_ids: torch.Tensor) -> torch.Tensor | None:
-    """Return None in our passes, which know what their rows hold. transformers would look at the positions:
-    the host would wait in each pass.
+    """None in our passes, which pass the boundaries themselves; transformers would read the positions, and
+    the host would wait for the device in each pass.
     """
     return _find_packed_sequences(position_ids) if IS_PACKED.get() is None else None
 
 
 @functools.cache
 def install() -> None:
-    """Give transformers these functions, for the whole process. Raises ValueError for an untested version."""
+    """Register these functions with transformers, for the whole process. Raises ValueError for an untested
+    version.
+    """
     require_version("transformers", TRANSFORMERS)
     masking_utils.find_packed_sequence_indices = _find_unknown_sequences
     AttentionInterface.register(VARLEN_ATTENTION, attend_packed)
@@ -282,10 +287,10 @@ def install() -> None:
 
 
 class Narrowing:
-    """Has modules around the last layer's attention compute only the slots that are read, and gives zeros for
-    the others.
+    """Restricts the modules around the last layer's attention to the slots that are read; the others get
+    zeros.
 
-    The attention is told which those are, also where activations are recomputed.
+    The attention reads the slots too, also when activations are recomputed.
     """
 
     def __init__(self, layer: nn.Module, attention: nn.Module, modules: list[nn.Module]) -> None:
@@ -318,12 +323,12 @@ class Narrowing:
 
 
 def narrowed_modules(attention: nn.Module) -> list[nn.Module]:
-    """Return the modules around an attention that compute only what is read; none around another module."""
+    """Modules around an attention that compute only the slots that are read; empty for other modules."""
     return attention.narrowing.modules if hasattr(attention, "narrowing") else []
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of the transformers model in `model`, in order; none where they are not found."""
+    """Layers of the transformers model in `model`, in order; empty if they cannot be identified."""
     plain = next(m for m in model.modules() if isinstance(m, PreTrainedModel))
     num_layers = plain.config.get_text_config().num_hidden_layers
     stacks = [m for m in plain.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
@@ -331,9 +336,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def narrow_last_layer(model: PreTrainedModel) -> None:
-    """Let passes of sequences end to end compute of the last layer, but for its keys and values, only what is
-    read.
-    """
+    """Restrict the last layer of packed passes, except its keys and values, to the slots that are read."""
     layers = decoder_layers(model)
     if not takes_packed(model) or not layers:
         return

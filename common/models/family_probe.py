@@ -35,7 +35,7 @@ _PADDING = "its tokens see the padding behind them"
 
 @dataclass(frozen=True)
 class FamilyProbe:
-    """What was measured: why the family cannot be used, and whether rows may stand end to end."""
+    """Result of a probe: why the family cannot be used, and whether its rows can be packed."""
 
     refusal: str = ""
     packs: bool = True
@@ -43,7 +43,7 @@ class FamilyProbe:
 
 
 def probe_family(auto_class: Any, config: PreTrainedConfig, *, trusts_code: bool = False) -> FamilyProbe:
-    """The result of the comparison for a model of this configuration; alike on all ranks."""
+    """Result of the comparison for a model of this configuration, the same on all ranks."""
     return measure_once(_measure, config, auto_class, trusts_code)
 
 
@@ -103,7 +103,7 @@ def _measure(config: PreTrainedConfig, auto_class: Any, trusts_code: bool) -> Fa
 def small_model(
     auto_class: Any, config: PreTrainedConfig, trusts_code: bool, lengths: Sequence[int] = LENGTHS
 ) -> tuple[PreTrainedModel, list[list[int]]]:
-    """The replica of a model, as `load_pretrained` makes one, and rows of token ids for it."""
+    """The replica of a model, as `load_pretrained` would make it, and rows of token ids for it."""
     config.use_cache, config.num_labels = False, 1
     install()
     own = takes_own_kernels(class_for(auto_class, config), config)
@@ -123,20 +123,20 @@ def small_model(
 
 @torch.no_grad()
 def plain_logits(model: PreTrainedModel, row: Sequence[int]) -> torch.Tensor:
-    """Logits (T, V) float64 of the class's own forward pass over a row alone; (1,) of a classifier."""
+    """Logits (T, V) float64 of the class's own forward pass over a single row; (1,) for a classifier."""
     token_ids = torch.tensor([row], device=model.device)
     more = {"attention_mask": torch.ones_like(token_ids)} if forward_accepts(model, "attention_mask") else {}
     return model(input_ids=token_ids, use_cache=False, **more).logits[0].double()
 
 
 def logprobs_of(logits: torch.Tensor, token_ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
-    """The log-probabilities (N,) of tokens by logits (N, V)."""
+    """Log-probabilities (N,) of tokens under logits (N, V)."""
     chosen = torch.as_tensor(token_ids, device=logits.device).unsqueeze(1)
     return logits.log_softmax(-1).gather(1, chosen).squeeze(1)
 
 
 def difference(own: torch.Tensor, plain: torch.Tensor, largest: float) -> str:
-    """How far apart numbers are, or nothing where it is rounding; NaN in either is a difference."""
+    """How far apart two tensors are as text; "" for rounding. NaN in either is a difference."""
     gap = float((own.double() - plain).abs().max())
     return "" if gap <= RELATIVE * max(largest, 1.0) else f"off by {gap:.2g}"
 
@@ -144,7 +144,7 @@ def difference(own: torch.Tensor, plain: torch.Tensor, largest: float) -> str:
 def own_logprobs(
     model: Any, rows: list[list[int]], *, is_packed: bool, num_valid_tokens: int | None = None
 ) -> torch.Tensor:
-    """The log-probabilities (N,) that training computes of all tokens but each row's first."""
+    """Log-probabilities (N,) that training computes for all tokens but each row's first."""
     token_ids, lengths = pack_rows(rows)
     inputs = build_model_inputs(token_ids, lengths, is_packed=is_packed)
     is_scored = token_positions(lengths) > 0
@@ -153,7 +153,7 @@ def own_logprobs(
 
 
 def _last_values(model: Any, rows: list[list[int]], *, is_packed: bool) -> torch.Tensor:
-    """The values (S,) that training computes at the rows' last tokens."""
+    """Values (S,) that training computes at the rows' last tokens."""
     if not isinstance(getattr(model, "score", None), nn.Linear):
         raise ValueError(f"{type(model).__name__} has no linear `score` head")
     inputs = build_model_inputs(*pack_rows(rows), is_packed=is_packed)

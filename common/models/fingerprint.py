@@ -17,9 +17,9 @@ CONFIGURATIONS = ("config.json", "adapter_config.json")
 
 
 def fingerprint(name_or_path: str) -> str:
-    """Digest of a model's configuration and weights, and of its base where it is an adapter.
+    """Digest of a model's configuration and weights, and of its base if it is an adapter.
 
-    "" where the model is not on this machine. Raises OSError.
+    "" if the model is not on this machine. Raises OSError.
     """
     total = hashlib.sha256()
     files = [path for name in dict.fromkeys((name_or_path, base_of(name_or_path))) for path in _files(name)]
@@ -31,7 +31,7 @@ def fingerprint(name_or_path: str) -> str:
 
 
 def changed_models(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What is said of each model, by the flag that names it, whose fingerprint is known and has changed."""
+    """A message for each model, by the flag that names it, whose fingerprint is known and has changed."""
     return [
         f"the model of {flag} has changed since then: bring the old one back, or begin anew by --resume "
         "overwrite or in another --output_dir"
@@ -50,7 +50,7 @@ def _files(name_or_path: str) -> list[Path]:
 
 
 def _samples(path: Path) -> Iterator[bytes]:
-    """Parts of a file that tell it from another."""
+    """Parts of a file that identify it."""
     size = path.stat().st_size
     if path.suffix == ".json":
         yield path.read_bytes()

@@ -1,4 +1,4 @@
-"""The frozen base of LoRA in 4 bits (bitsandbytes, QLoRA, arXiv:2305.14314): NF4, scales quantised again."""
+"""The frozen base of LoRA in 4 bits (bitsandbytes, QLoRA, arXiv:2305.14314): NF4 with quantised scales."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -14,9 +14,10 @@ BYTES_PER_WEIGHT = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 def refusals(args: Any, *, is_planned: bool = False) -> Iterator[str]:
-    """Yield why the flags of a program cannot be had with --load_in_4bit; those of all its roles count.
+    """Yield the reasons why a program's flags cannot be used with --load_in_4bit; those of all its roles
+    count.
 
-    A run that `is_planned` needs no bitsandbytes yet.
+    A run that `is_planned` does not need bitsandbytes yet.
     """
     if not args.load_in_4bit:
         return
@@ -37,7 +38,9 @@ def refusals(args: Any, *, is_planned: bool = False) -> Iterator[str]:
 
 
 def quantisation(dtype: torch.dtype) -> BitsAndBytesConfig:
-    """Return how linear layers are loaded that compute in `dtype`; heads and embeddings are left out."""
+    """bitsandbytes' configuration of linear layers that compute in `dtype`; heads and embeddings are left
+    out.
+    """
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -47,10 +50,10 @@ def quantisation(dtype: torch.dtype) -> BitsAndBytesConfig:
 
 
 def settle(model: nn.Module) -> None:
-    """Have packed weights stay as they were packed, and be the same in every pass.
+    """Keep packed weights as they were packed, and the same in every pass.
 
-    On CPUs with AVX512-BF16 bitsandbytes would pack them anew for passes in eval mode, and round otherwise
-    there. Raises ValueError for GPT-2's Conv1D, which is packed the other way round.
+    On CPUs with AVX512-BF16 bitsandbytes would repack them for passes in eval mode, and round differently
+    there. Raises ValueError for GPT-2's Conv1D, which is packed transposed.
     """
     for module in model.modules():
         if getattr(module, "source_cls", None) is Conv1D:
@@ -60,18 +63,18 @@ def settle(model: nn.Module) -> None:
 
 
 def packing_of(parameter: torch.Tensor) -> Any:
-    """Return the scales and the shape of a packed weight, None of one that is not packed."""
+    """Scales and shape of a packed weight; None for one that is not packed."""
     return getattr(parameter, "quant_state", None)
 
 
 def whole_shape(parameter: torch.Tensor) -> torch.Size:
-    """Return a weight's shape, whole where it is sharded or packed."""
+    """Shape of a weight, of the whole one if it is sharded or packed."""
     packing = packing_of(parameter)
     return torch.Size(packing.shape) if packing else getattr(parameter, "ds_shape", parameter.shape)
 
 
 def unpacked(weight: torch.Tensor, packing: Any) -> torch.Tensor:
-    """Return the weight (O, I) in the dtype that it was loaded in."""
+    """The weight (O, I) in the dtype that it was loaded in."""
     from bitsandbytes.functional import dequantize_4bit  # optional
 
     return dequantize_4bit(weight.data, packing)

@@ -43,7 +43,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How a model is loaded. `ds_config` matters under ZeRO 3, where weights are sharded as they load."""
+    """How to load a model. `ds_config` is used under ZeRO 3, where weights are sharded as they load."""
 
     name_or_path: str
     dtype: str = "fp32"
@@ -56,10 +56,10 @@ class ModelOptions:
 
     @classmethod
     def of(cls, args: Any, role: Any, ds_config: dict[str, Any], *, dropout: float | None) -> Self:
-        """Return how a program's flags want a model loaded.
+        """Options from a program's flags.
 
-        `role` has the flags of the model itself: `args.actor` or `args.critic` in step 3, else `args`. Of a
-        saved adapter it is the base. A model without adapters is never in 4 bits.
+        `role` has the flags of the model itself: `args.actor` or `args.critic` in step 3, else `args`. For a
+        saved adapter they describe its base. A model without adapters is never loaded in 4 bits.
         """
         path = role.model_name_or_path
         return cls(
@@ -75,11 +75,12 @@ class ModelOptions:
 
 
 def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedModel:
-    """Return `auto_class.from_pretrained(...)` with every weight from the files; only a new head may be new.
+    """`auto_class.from_pretrained(...)` with every weight read from the files; only a new head may be
+    initialised.
 
-    Pickled weights are read as tensors alone: nothing in them is run. Raises ValueError when the files are
-    damaged, hold other than tensors, or lack weights of the model that config.json describes, of its sizes:
-    transformers would go on with random ones.
+    Pickled weights are read with weights_only: no code in them is run. Raises ValueError if the files are
+    damaged, hold anything but tensors, or lack weights of the model in config.json, or have them in other
+    shapes: transformers would continue with random ones.
     """
     try:
         model, info = auto_class.from_pretrained(
@@ -128,9 +129,10 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
 def _homeless(
     model: PreTrainedModel, unexpected: list[str], *, is_part: bool, is_own_class: bool
 ) -> list[str]:
-    """Return those of a file's weights that belong to a model whose config.json has no place for them.
+    """Weights of a file that the model in config.json should have and does not.
 
-    The head of another class does not, nor do parts that a language model leaves out, as vision.
+    The head of another class is not among them, nor are parts that a language model leaves out, such as
+    vision.
     """
     places = {re.sub(r"\d+", "*", name) for name, _ in model.named_parameters(remove_duplicate=False)}
     of_body = {backbone_name(model), *dict(backbone_of(model).named_children())}
@@ -147,9 +149,9 @@ def _homeless(
 
 @torch.no_grad()
 def _check_values(name_or_path: str, model: PreTrainedModel) -> None:
-    """Raise ValueError where weights are no numbers, or integers that nothing scales.
+    """Raise ValueError if weights are NaN, or integers without a scale.
 
-    Every rank must call this where weights are sharded.
+    Every rank must call this if weights are sharded.
     """
     wrong, has_shards = [], False
     for name, parameter in model.named_parameters():
@@ -168,9 +170,9 @@ def _check_values(name_or_path: str, model: PreTrainedModel) -> None:
 
 
 def probe_of(auto_class: Any, config: PreTrainedConfig, *, trusts_code: bool) -> Any:
-    """The result of the comparison on a small replica (family_probe.py); its note is said once.
+    """Result of the comparison on a small replica (family_probe.py); its note is printed once.
 
-    Raises ValueError where such a model cannot be used.
+    Raises ValueError if such a model cannot be used.
     """
     from common.models.family_probe import probe_family  # it measures what stands here
 
@@ -183,9 +185,7 @@ def probe_of(auto_class: Any, config: PreTrainedConfig, *, trusts_code: bool) ->
 
 
 def _dropouts(owner: PreTrainedConfig | nn.Module) -> Iterator[tuple[Any, str]]:
-    """Yield each number of a configuration or of a model, its parts included, that moves a training pass at
-    random: its owner and its name.
-    """
+    """Yield every dropout of a configuration or a model, its parts included, as (owner, attribute name)."""
     # Every family has names of its own: they are known by what they have in common.
     parts = list(owner.children()) if isinstance(owner, nn.Module) else []
     for name, value in vars(owner).items():
@@ -199,9 +199,9 @@ def _dropouts(owner: PreTrainedConfig | nn.Module) -> Iterator[tuple[Any, str]]:
 
 
 def set_dropout(owner: PreTrainedConfig | nn.Module, dropout: float) -> None:
-    """Set every dropout of a configuration or of a model, its parts included, to `dropout`.
+    """Set every dropout of a configuration or a model, its parts included, to `dropout`.
 
-    0 also turns off layer drop and the jitter of routers, which are no dropout but move a training pass too.
+    0 also turns off layer drop and router jitter, which make a training pass random too.
     """
     for part, name in list(_dropouts(owner)):
         if dropout and ("jitter" in name or "layerdrop" in name):
@@ -212,19 +212,18 @@ def set_dropout(owner: PreTrainedConfig | nn.Module, dropout: float) -> None:
 
 
 def has_dropout(owner: PreTrainedConfig | nn.Module) -> bool:
-    """Whether a configuration or a model, parts included, has a number that `set_dropout` would make 0."""
+    """Whether a configuration or a model, its parts included, has a number that `set_dropout` zeroes."""
     return any(vars(part)[name] for part, name in _dropouts(owner))
 
 
 def load_pretrained(
     auto_class: Any, options: ModelOptions, num_tokens: int, **config_changes: Any
 ) -> PreTrainedModel:
-    """Return the model of `auto_class`, its vocabulary grown to `num_tokens`; under ZeRO 3 only this rank's
-    shard.
+    """The model of `auto_class`, its vocabulary grown to `num_tokens`; under ZeRO 3 this rank's shard only.
 
-    Embeddings only ever grow: a model that has more rows than its tokenizer has tokens keeps them. Rows past
-    `num_tokens` must be masked out of every softmax (`num_valid_tokens`). Every rank must
-    call this. Raises ValueError: see `load_weights`.
+    Embeddings only grow: a model with more rows than its tokenizer has tokens keeps them. Rows past
+    `num_tokens` must be masked out of every softmax (`num_valid_tokens`). Every rank must call this. Raises
+    ValueError: see `load_weights`.
     """
     config = AutoConfig.from_pretrained(options.name_or_path, trust_remote_code=options.trust_remote_code)
     probe = probe_of(auto_class, config, trusts_code=options.trust_remote_code)
@@ -278,15 +277,13 @@ def load_pretrained(
 
 
 def keep_composite(model: PreTrainedModel, config: PreTrainedConfig, auto_class: Any) -> None:
-    """Have an export of a part carry the configuration of the whole where `auto_class` takes no other."""
+    """Have an export of a submodel carry the whole model's configuration if `auto_class` accepts no other."""
     if class_for(auto_class, model.config) is None and class_for(auto_class, config) is not None:
         model.composite_config = config
 
 
 def _untie(name_or_path: str, model: PreTrainedModel) -> None:
-    """Have the configuration say what transformers made of weights: a head that differs from the embeddings
-    is not tied to them.
-    """
+    """Set tie_word_embeddings to false if the loaded head differs from the embeddings."""
     head, text = model.get_output_embeddings(), model.config.get_text_config()
     is_apart = head is not None and head.weight is not model.get_input_embeddings().weight
     if is_apart and getattr(text, "tie_word_embeddings", False):
@@ -313,8 +310,8 @@ def _grow_vocabulary(model: PreTrainedModel, num_tokens: int, multiple: int) -> 
 
 
 def init_weight(parameter: nn.Parameter, name: str, *, std: float, seed: int) -> None:
-    """Fill a new weight from a normal distribution that depends on (seed, name) alone: not on the ranks, the
-    ZeRO stage or what was sampled before. Every rank must call this.
+    """Fill a new weight from a normal distribution that depends on (seed, name) only: not on the ranks, the
+    ZeRO stage or earlier random numbers. Every rank must call this.
     """
     with torch.no_grad(), gather_whole([parameter], to_modify=True):
         if parameter.numel():
@@ -325,7 +322,7 @@ def init_weight(parameter: nn.Parameter, name: str, *, std: float, seed: int) ->
 
 
 def length_limit(config: PreTrainedConfig, default: int = sys.maxsize) -> tuple[int, str]:
-    """Return how many tokens a row may have, and of what there are no more; `default` where nothing ends."""
+    """Largest number of tokens per row, and what limits it; `default` if nothing does."""
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     limits = {
@@ -341,34 +338,35 @@ def length_limit(config: PreTrainedConfig, default: int = sys.maxsize) -> tuple[
 
 
 def load_causal_lm(options: ModelOptions, num_tokens: int) -> PreTrainedModel:
-    """Return a causal LM with room for `num_tokens` (see `load_pretrained`). Every rank must call this."""
+    """A causal LM with room for `num_tokens` (see `load_pretrained`). Every rank must call this."""
     return load_pretrained(AutoModelForCausalLM, options, num_tokens)
 
 
 def plain_model(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model inside a PEFT wrapper (or the model itself)."""
+    """The transformers model inside a PEFT wrapper (or the model itself)."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def build_position_ids(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Return positions (B, T) int64 that count the real tokens, whatever side the padding is on."""
+    """Positions (B, T) int64 that count the real tokens, for padding on either side."""
     return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
 
 
 def forward_accepts(model: nn.Module, name: str) -> bool:
-    """Whether the transformers model takes this argument (BLOOM's ALiBi has no position_ids, for one)."""
+    """Whether the transformers model's forward takes this argument (BLOOM's has no position_ids)."""
     return name in inspect.signature(plain_model(model).forward).parameters
 
 
 def compute_hidden(model: PreTrainedModel, inputs: ModelInputs) -> torch.Tensor:
-    """Return the last hidden states (slots, H) of a transformers model's backbone, rows end to end."""
+    """Last hidden states (slots, H) of a transformers model's backbone, rows end to end."""
     return run_backbone(model, inputs)[0].flatten(0, 1)
 
 
 def run_with_router(owner: nn.Module, model: PreTrainedModel, inputs: ModelInputs) -> torch.Tensor:
-    """The last hidden states (slots, H), as of `compute_hidden`.
+    """Last hidden states (slots, H), as from `compute_hidden`.
 
-    In a training pass of a mixture `owner.router_loss` becomes the pass's, for `add_router_loss`, else None.
+    In a training pass of a mixture of experts `owner.router_loss` is set to the pass's loss, for
+    `add_router_loss`, else to None.
     """
     is_balanced = owner.router_coefficient > 0 and owner.training and torch.is_grad_enabled()
     outputs = run_backbone(model, inputs, **({"output_router_logits": True} if is_balanced else {}))

@@ -1,5 +1,4 @@
-"""LoRA: new and saved adapters, the weights that they adapt under plain transformers' names, and models that
-share those.
+"""LoRA: new and saved adapters, their weights under plain transformers' names, and models that share a base.
 
 # O output rows, I input columns, r rank of an adapter, E experts whose matrices are stacked in one parameter
 """
@@ -38,9 +37,9 @@ from common.ranks.zero3 import gather_whole
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """Low-rank adapters; `dim` 0 means none, `alpha` 0 means alpha = dim (scaling 1).
+    """Options of low-rank adapters; `dim` 0 means none, `alpha` 0 means alpha = dim (scaling 1).
 
-    `folder` has a saved adapter to begin with, whose own rank, scaling and layers count.
+    `folder` has a saved adapter to start from, whose own rank, scaling and layers are used.
     """
 
     dim: int = 0
@@ -51,21 +50,21 @@ class LoraOptions:
 
     @classmethod
     def of(cls, args: Any, role: Any) -> Self:
-        """Return the adapters that a program's flags ask for; `role` as in `ModelOptions.of`."""
+        """Options from a program's flags; `role` as in `ModelOptions.of`."""
         path = role.model_name_or_path
         folder = path if is_adapter(path) else ""
         return cls(role.lora_dim, args.lora_alpha, role.lora_module_name, args.only_optimize_lora, folder)
 
 
 def linear_module_names(model: nn.Module) -> list[str]:
-    """Return the names of the linear layers that LoRA can adapt (the output head and score head left out)."""
+    """Names of the linear layers that LoRA can adapt (all but the output head and score head)."""
     heads = {id(model.get_output_embeddings())} if hasattr(model, "get_output_embeddings") else set()
     names = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and id(m) not in heads]
     return [n for n in names if n.rsplit(".", 1)[-1] not in ("score", "lm_head", "embed_out")]
 
 
 def stacked_names(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that are the matrices of several experts."""
+    """Names of the parameters that stack the matrices of several experts."""
     return [
         f"{owner}.{name}".replace(".base_layer", "")
         for owner, module in model.named_modules()
@@ -76,7 +75,7 @@ def stacked_names(model: nn.Module) -> list[str]:
 
 
 def adapted_model_targets(model: nn.Module, module_name: str, flag: str = "--lora_module_name") -> list[str]:
-    """Return the linear layers and the stacked matrices of a model that `module_name` means.
+    """Linear layers and stacked matrices of a model that `module_name` selects.
 
     Raises ValueError as `lora_targets` does.
     """
@@ -86,14 +85,10 @@ def adapted_model_targets(model: nn.Module, module_name: str, flag: str = "--lor
 def lora_targets(
     names: list[str], module_name: str, flag: str = "--lora_module_name", stacked: Sequence[str] = ()
 ) -> list[str]:
-    """Return those of the linear layers' `names` and of the `stacked` matrices that contain `module_name`.
+    """Those of the linear layers' `names` and of the `stacked` matrices that contain `module_name`, or, if
+    none does, that match it as a regular expression. `auto` selects all linear layers and no stacked matrix.
 
-    `auto` means all linear layers and no stacked matrix.
-
-    Where none contains it, those in which it is found as a regular expression.
-
-    Raises ValueError with the candidates when nothing matches: an adapter that silently matches nothing would
-    train nothing.
+    Raises ValueError with the candidates if nothing matches: an adapter without a layer would train nothing.
     """
     candidates = [*names, *stacked]
     targets = names if module_name == "auto" else [n for n in candidates if module_name in n]
@@ -113,10 +108,10 @@ def lora_targets(
 
 
 def _new_config(model: PreTrainedModel, options: LoraOptions) -> LoraConfig:
-    """Return PEFT's configuration of new adapters. Raises ValueError where `module_name` matches nothing.
+    """PEFT's configuration of new adapters. Raises ValueError if `module_name` matches nothing.
 
-    PEFT takes a linear layer for experts of transformers 4 where its name is one that they had: such a layer
-    is named by its weight, as stacked matrices are.
+    PEFT takes a linear layer for experts of transformers 4 if it has one of their names: such a layer is
+    selected by its weight, as stacked matrices are.
     """
     targets, stacked = adapted_model_targets(model, options.module_name), set(stacked_names(model))
     layers = [name for name in targets if name not in stacked]
@@ -132,7 +127,7 @@ def _new_config(model: PreTrainedModel, options: LoraOptions) -> LoraConfig:
 
 
 def _taken_for_experts(model: PreTrainedModel, layers: list[str]) -> list[str]:
-    """Return the layers that PEFT would rename, by the last words of their names."""
+    """Layers that PEFT would rename, by the last parts of their names."""
     words = {name.rpartition(".")[2] for name in layers}
     for word in list(words):
         config = LoraConfig(target_modules=[word])
@@ -143,10 +138,10 @@ def _taken_for_experts(model: PreTrainedModel, layers: list[str]) -> list[str]:
 
 
 def build_lora(model: PreTrainedModel, options: LoraOptions) -> nn.Module:
-    """Return the model with PEFT adapters that `add_lora` has still to fill, or the model itself without.
+    """The model with PEFT adapters that `add_lora` has yet to fill, or the model itself without adapters.
 
-    The adapters train, and the score head of a value model; without `only_optimize_lora` all but the adapted
-    matrices, as in DeepSpeed-Chat. Raises ValueError where they fit no layer.
+    The adapters are trained, and the score head of a value model; without `only_optimize_lora` everything but
+    the adapted matrices, as in DeepSpeed-Chat. Raises ValueError if they fit no layer.
     """
     if options.dim == 0 and not options.folder:
         return model
@@ -169,9 +164,9 @@ def build_lora(model: PreTrainedModel, options: LoraOptions) -> nn.Module:
 
 
 def add_lora(model: PreTrainedModel, options: LoraOptions, seed: int = 0) -> nn.Module:
-    """Return the model with the adapters of `build_lora`: those of `options.folder`, or new ones by the seed.
+    """The model with the adapters of `build_lora`: those of `options.folder`, or new ones by the seed.
 
-    Every rank must call this. Raises ValueError where the folder's are not of this model.
+    Every rank must call this. Raises ValueError if the folder's adapters do not fit this model.
     """
     adapted = build_lora(model, options)
     if options.folder:
@@ -187,7 +182,7 @@ def add_lora(model: PreTrainedModel, options: LoraOptions, seed: int = 0) -> nn.
 
 
 def _reach(adapted: nn.Module) -> str:
-    """Which share of the weights the adapters reach, in words."""
+    """The share of the weights that the adapters reach, as text."""
     sizes = {name: whole_shape(w.parameter).numel() for name, w in trained_weights(adapted).items()}
     reached = [name for name, weight in trained_weights(adapted).items() if weight.lora_a is not None]
     others = [name for name in stacked_names(plain_model(adapted)) if name not in reached]
@@ -202,7 +197,7 @@ def _reach(adapted: nn.Module) -> str:
 
 
 def _read_lora_config(folder: str) -> LoraConfig:
-    """Return the configuration of a saved adapter, without dropout and without what PEFT adds for a task."""
+    """Configuration of a saved adapter, without dropout and without what PEFT adds for a task."""
     config = {name: value for name, value in read_adapter_config(folder).items() if name != POOLING}
     config |= {"task_type": None, "modules_to_save": None, "lora_dropout": 0.0, "inference_mode": False}
     try:
@@ -213,7 +208,7 @@ def _read_lora_config(folder: str) -> LoraConfig:
 
 @torch.no_grad()
 def _load_adapter(adapted: nn.Module, folder: str) -> None:
-    """Fill the factors, and the score head of a value model if it is there, from a saved adapter."""
+    """Fill the factors, and the score head of a value model if saved, from a saved adapter."""
     file = Path(folder) / ADAPTER_WEIGHTS
     try:
         saved = load_file(file)
@@ -241,10 +236,11 @@ def _load_adapter(adapted: nn.Module, folder: str) -> None:
 
 
 def share_backbone(model: PreTrainedModel, owner: nn.Module) -> None:
-    """Put the frozen weights of `owner`'s backbone into a model of the same base, which lets go of its own.
+    """Replace the frozen backbone weights of a model by those of `owner`, a model of the same base, and free
+    its own.
 
-    `owner` is a transformers model or its PEFT wrapper, `model` has no adapters yet. They are the same
-    parameters then, so whoever moves them moves both.
+    `owner` is a transformers model or its PEFT wrapper; `model` has no adapters yet. The parameters are then
+    the same objects, so moving one model moves both.
     """
     prefix = f"{backbone_name(model)}."
     held = {name: weight.parameter for name, weight in trained_weights(owner).items()}
@@ -257,9 +253,9 @@ def share_backbone(model: PreTrainedModel, owner: nn.Module) -> None:
 
 
 class TrainedWeight(NamedTuple):
-    """A weight and, where LoRA adapts it, the factors and the scaling of its adapter.
+    """A weight and, if LoRA adapts it, the factors and the scaling of its adapter.
 
-    `packing`: the weight is in 4 bits, and this is what unpacks it.
+    `packing`: for a weight in 4 bits, what unpacks it.
     """
 
     parameter: torch.Tensor
@@ -271,22 +267,21 @@ class TrainedWeight(NamedTuple):
     num_stacked: int = 1  # E: the weight is (E, O, I), A (E r, I), B (O, r E) with E the inner of the two
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the weight and, if it has an adapter, the adapter's factors A and B."""
+        """The weight and, if it has an adapter, the factors A and B."""
         return [self.parameter] if self.lora_a is None else [self.parameter, self.lora_a, self.lora_b]
 
     def replace_tensors(self, tensors: list[torch.Tensor]) -> "TrainedWeight":
-        """Return the same with others in the place of `tensors()`, such as gathered ones."""
+        """The same with other tensors in place of `tensors()`, such as gathered ones."""
         return self._replace(**dict(zip(("parameter", "lora_a", "lora_b"), tensors, strict=False)))
 
     def merged(
         self, take: Callable[[torch.Tensor, int], torch.Tensor] = lambda factor, dim: factor
     ) -> torch.Tensor:
-        """Return weight + scaling B A in the weight's dtype, added in fp32; without adapter itself.
+        """weight + scaling B A in the weight's dtype, added in fp32; the weight itself without an adapter.
 
-        What is in 4 bits is unpacked.
-
-        Nothing is edited. Where the weight is a part of the whole one, `take(factor, dim)` must return the
-        same part along dimension `dim` (of the weight as it is stored) of a factor that has that dimension.
+        A weight in 4 bits is unpacked. Nothing is modified. If the weight is a part of the whole one,
+        `take(factor, dim)` must return the same part, along dimension `dim` of the stored weight, of a factor
+        that has that dimension.
         """
         weight = unpacked(self.parameter, self.packing) if self.packing else self.parameter
         if self.lora_a is None:
@@ -300,7 +295,7 @@ class TrainedWeight(NamedTuple):
         return (weight.float() + delta).to(weight.dtype)
 
     def _merged_stack(self) -> torch.Tensor:
-        """Return all experts' matrices merged, one after another: fp32 takes the memory of one."""
+        """All experts' matrices merged one after another: fp32 then takes the memory of one."""
         merged = torch.empty_like(self.parameter)
         of_experts = self.lora_a.chunk(self.num_stacked)
         for_experts = self.lora_b.unflatten(1, (-1, self.num_stacked)).unbind(2)
@@ -310,7 +305,7 @@ class TrainedWeight(NamedTuple):
 
 
 def trained_weights(model: nn.Module) -> dict[str, TrainedWeight]:
-    """Return {plain name: weight} of a transformers model or its PEFT wrapper; tied weights appear once."""
+    """{plain name: weight} of a transformers model or its PEFT wrapper; tied weights occur once."""
     plain = plain_model(model)
     layers = {
         f"{name}.{getattr(layer, 'parameter_name', 'weight')}".replace(".base_layer", ""): layer

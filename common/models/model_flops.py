@@ -1,6 +1,6 @@
 """FLOPs of forward and backward passes, and the peak FLOP/s of devices.
 
-DEVICES' rates are from the makers' data sheets: dense products, added up in fp32.
+The rates in DEVICES are from the makers' data sheets: dense products with fp32 accumulation.
 """
 
 import itertools
@@ -26,17 +26,17 @@ GPU_PRODUCTS = ((4096, 4096, 4096),)
 
 
 class ModelFlops:
-    """The FLOPs of passes through a transformers model, counted from its shapes: matrices and attention.
+    """FLOPs of passes through a transformers model, counted from its shapes: matrices and attention.
 
-    A token is multiplied with every matrix of the body once, a scored token with the output head: 2 FLOPs a
-    parameter. Of experts only those count that a token goes through, and so of their adapters. Attention
-    compares each pair of tokens of a sequence, in both directions, as usual, and also where a window is
-    narrower; tokens that sequences share count once. Of the last layer what nobody reads counts nothing where
-    it is not computed, as do padding, activations that are computed again and logits that are made twice.
+    A token is multiplied by every matrix of the body once, and a scored token by the output head: 2 FLOPs per
+    parameter. Only the experts that a token is routed to count, and their adapters. Attention counts every
+    pair of tokens of a sequence in both directions, as is usual, even under a window; tokens shared by
+    sequences count once. Not counted: rows of the last layer that are neither read nor computed, padding,
+    recomputed activations and logits that are made twice.
     """
 
     def __init__(self, model: nn.Module, head: nn.Module) -> None:
-        """`model` is a transformers model, or what PEFT made of it; `head` its linear head."""
+        """`model` is a transformers model or its PEFT wrapper; `head` its linear head."""
         plain = plain_model(model)
         text = plain.config.get_text_config()
         embeddings = {id(m.weight) for m in plain.modules() if isinstance(m, nn.Embedding)}
@@ -66,7 +66,7 @@ class ModelFlops:
         self.attention = 2 * sum(map(_attention_width, layers))  # two products
 
     def count(self, inputs: ModelInputs, num_scored: int) -> None:
-        """Add a pass over these inputs to the clock that runs; what needs a gradient is trained by it.
+        """Add a pass over these inputs to the running clock; inputs that need a gradient are trained.
 
         Its tokens are those of the sequences, however many of them are computed.
         """
@@ -83,12 +83,12 @@ class ModelFlops:
     def of_pass(
         self, num_tokens: int, num_pairs: float, num_scored: int, *, is_training: bool, num_unread: int = 0
     ) -> float:
-        """Return the FLOPs of a forward pass; if `is_training`, with the backward pass that follows.
+        """FLOPs of a forward pass; if `is_training`, with the backward pass that follows.
 
-        `num_pairs` is the sum over sequences of their squared lengths, or over pieces of tokens times keys;
-        `num_unread` the tokens that the last layer leaves out. Backwards all products are made again for the
-        gradient of their inputs (the first layer's too, whose inputs under LoRA need none), and once more for
-        that of the matrices that are trained.
+        `num_pairs` is the sum over sequences of their squared lengths, or over segments of tokens times keys;
+        `num_unread` the tokens that the last layer skips. The backward pass makes all products again for the
+        gradient of their inputs (of the first layer too, which needs none under LoRA), and once more for the
+        gradient of trained matrices.
         """
         body = num_tokens * self.body - num_unread * self.narrowed
         head, attention = num_scored * self.head, num_pairs * self.attention
@@ -102,10 +102,10 @@ class ModelFlops:
     def of_generation(
         self, prompt_lengths: torch.Tensor, response_lengths: torch.Tensor, num_samples: int
     ) -> float:
-        """Return the FLOPs of sampling `num_samples` responses (B x num_samples,) to each prompt (B,).
+        """FLOPs of sampling `num_samples` responses (B x num_samples,) to each prompt (B,).
 
-        A prompt is read once for all of its responses; each sampled token but the last is read too, and
-        compared with all before it.
+        A prompt is computed once for all of its responses; each sampled token but the last is computed too,
+        and attends to all before it.
         """
         prompts, responses = prompt_lengths.double(), response_lengths.double()
         before, read = prompts.repeat_interleave(num_samples), responses - 1
@@ -115,7 +115,9 @@ class ModelFlops:
 
 
 def _attention_width(layer: Any) -> int:
-    """Numbers of a token's queries, by a layer's configuration; 0 where a state takes attention's place."""
+    """Width of a token's queries in a layer's configuration; 0 if the layer has a state in place of
+    attention.
+    """
     num_heads = getattr(layer, "num_attention_heads", None) or 0
     head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // max(num_heads, 1)
     return num_heads * head_dim
@@ -149,10 +151,10 @@ DEVICES = {
 
 
 def own_peak_flops(dtype: torch.dtype) -> float:
-    """Return the FLOPs a second that this process's device could do at most in `dtype`.
+    """Largest FLOP/s of this process's device in `dtype`.
 
-    A GPU of DEVICES has its data sheet's; any other device is asked for matrix products: on a CPU with the
-    threads that this process has, while all its other ranks do the same.
+    For a GPU in DEVICES the data sheet's figure; any other device is measured by matrix products: on a CPU
+    with this process's threads, while all its other ranks do the same.
     """
     is_gpu = distributed.has_gpu()
     # Whole words: an "NVIDIA A100-SXM4-80GB" is no A10.
@@ -164,14 +166,14 @@ def own_peak_flops(dtype: torch.dtype) -> float:
 
 
 def faster_dtype() -> tuple[str, str]:
-    """Return fp32 or bf16, the one with the faster products here, and both figures."""
+    """fp32 or bf16, whichever has the faster products here, and both figures."""
     measured = {name: measure_flops(DTYPES[name]) for name in ("fp32", "bf16")}
     figures = ", ".join(f"{name} {flops / 1e9:.1f} GFLOP/s" for name, flops in measured.items())
     return max(measured, key=measured.__getitem__), figures
 
 
 def measure_flops(dtype: torch.dtype) -> float:
-    """Return the FLOPs a second of the fastest of several matrix products, taking turns."""
+    """FLOP/s of the fastest of several matrix products, taken in turn."""
     is_gpu = distributed.has_gpu()
     wait = torch.cuda.synchronize if is_gpu else lambda: None
     where = {"dtype": dtype, "device": distributed.device()}

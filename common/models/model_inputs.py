@@ -15,12 +15,12 @@ from common.models.attention import Packing
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """What a forward pass takes, and the slot of each token of the packed order in it; built on the CPU.
+    """Inputs of a forward pass, and the slot in them of each token of the packed order; built on the CPU.
 
-    Padded: rows (S, T) with the padding on the right. There is no mask: a causal model's token never sees
-    what stands behind it, and without one attention takes its fast path. Packed: one row (1, n), for models
-    whose attention is told what a token sees there; a single sequence is both. Slots count rows end to end;
-    they stay on the CPU, where tokens are chosen by masks. Tokens that sequences share have one slot.
+    Padded: rows (S, T) with the padding on the right. There is no mask: a token of a causal model never
+    attends to what follows it, and without a mask attention takes its fast path. Packed: one row (1, n), for
+    models whose attention is passed the boundaries; a single sequence is both. Slots count rows end to end;
+    they stay on the CPU, where masks select tokens. Tokens shared by sequences have one slot.
     """
 
     input_ids: torch.Tensor  # (S, T) or (1, n) int64
@@ -33,15 +33,15 @@ class ModelInputs:
     num_pairs_unread: int = 0  # of num_pairs, those of tokens whose last hidden states nobody reads
 
     def slots_before(self, is_scored: torch.Tensor) -> torch.Tensor:
-        """Return the slots (N,) int64 that predict the scored tokens: of the token before each.
+        """Slots (N,) int64 that predict the scored tokens: of the token before each.
 
         is_scored (total,) bool, False for every sequence's first token.
         """
         return self.token_slots[is_scored.nonzero()[:, 0] - 1]
 
     def to(self, device: torch.device | str, slots: torch.Tensor, *more: torch.Tensor) -> tuple[Any, ...]:
-        """Return the inputs of a pass that reads the last hidden states at `slots` (N,) int64 alone, on a
-        device, and with them `slots` and `more`, by one copy.
+        """The inputs on a device for a pass whose last hidden states are read at `slots` (N,) int64 only,
+        with `slots` and `more`; one copy moves all of them.
         """
         fields, num_pairs_unread = vars(self.packing) if self.packing else {}, 0
         # Where nothing is read, as of rows without targets, all is computed: every weight wants a gradient.
@@ -58,8 +58,8 @@ class ModelInputs:
         return replace(self, **inputs, num_pairs_unread=num_pairs_unread), *moved[len(names) :]
 
     def model_arguments(self, *, with_packing: bool) -> dict[str, Any]:
-        """The arguments of a transformers backbone: `position_ids` among them, and what the pieces of a row
-        are, if its layers take that.
+        """Keyword arguments of a transformers backbone: `position_ids`, and the packing of the row if its
+        layers take it.
         """
         arguments = {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False}
         return arguments | ({"packing": self.packing} if with_packing and self.packing else {})
@@ -75,8 +75,8 @@ def build_model_inputs(
     """Model inputs of sequences laid end to end: token_ids (total,) int64, lengths (S,) int64 above 0, all on
     the CPU.
 
-    Packed, the sequences of a group, which are next to each other, share the tokens that they all begin with;
-    group_sizes (G,) int64, by default 1.
+    If packed, the sequences of a group, which are adjacent, share their common prefix; group_sizes (G,)
+    int64, by default all 1.
     """
     if not is_packed and len(lengths) > 1:
         input_ids, _ = pad_sequences(token_ids, lengths)
@@ -90,8 +90,8 @@ def build_model_inputs(
 
 
 def common_lengths(token_ids: torch.Tensor, lengths: torch.Tensor, group_sizes: torch.Tensor) -> torch.Tensor:
-    """How many tokens all sequences of each group begin with: (G,) int64, 0 for a single one; arguments as
-    those of `build_model_inputs`.
+    """Length of the prefix that all sequences of each group share: (G,) int64, 0 for a group of one;
+    arguments as for `build_model_inputs`.
     """
     sequences = iter(token_ids.split(lengths.tolist()))
     common = []
@@ -105,7 +105,7 @@ def common_lengths(token_ids: torch.Tensor, lengths: torch.Tensor, group_sizes: 
 
 
 def _pack(token_ids: torch.Tensor, lengths: torch.Tensor, group_sizes: torch.Tensor) -> ModelInputs:
-    """Model inputs of one row: of each group its first sequence whole, then what is left of the others."""
+    """Model inputs of one row: of each group its first sequence whole, then the rest of the others."""
     shared = common_lengths(token_ids, lengths, group_sizes).repeat_interleave(group_sizes)  # (S,)
     starts = lengths.cumsum(0) - lengths
     is_first = torch.zeros(len(lengths), dtype=torch.bool)
@@ -142,5 +142,5 @@ def _pack(token_ids: torch.Tensor, lengths: torch.Tensor, group_sizes: torch.Ten
 
 
 def _ends(lengths: torch.Tensor) -> torch.Tensor:
-    """0 and where each piece ends, (P + 1,) int32, as kernels take it."""
+    """0 and the end of each segment, (P + 1,) int32, as kernels take them."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()

@@ -14,8 +14,8 @@ from common.ranks import distributed
 
 
 class OffloadedWeights:
-    """A model's parameters and buffers, on the GPU only in the block of `on_device`. Nothing comes back from
-    there: they must not change.
+    """Parameters and buffers of a model, which are on the GPU only within `on_device`. Nothing is copied
+    back: they must not change.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -28,10 +28,10 @@ class OffloadedWeights:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Have them on the GPU in the block; each is copied once.
+        """Context with the weights on the GPU; each is copied once.
 
-        Copies queue on a stream of their own, layer after layer, and a layer waits for its own alone: the
-        first pass computes while later layers are on their way.
+        Copies are queued on a stream of their own, layer after layer, and a layer waits for its own copies
+        only: the first pass computes while later layers are being copied.
         """
         computing, hooks = torch.cuda.current_stream(), []
         try:
@@ -51,7 +51,7 @@ class OffloadedWeights:
             self._give_back()
 
     def _copy(self, part: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
-        """Return when the part's copies, which begin now, are done."""
+        """Start copying a part; return the event of its completion."""
         with torch.cuda.stream(self._copying):
             for tensor, data in part:
                 tensor.data.copy_(data, non_blocking=True)
@@ -67,7 +67,7 @@ def _wait(computing: torch.cuda.Stream, arrival: torch.cuda.Event, *_: Any) -> N
 
 
 def _tensors_by_layer(model: nn.Module, layers: list[nn.Module]) -> list[list[torch.Tensor]]:
-    """Return the tensors of no layer, then those of each: a shared one where it comes first."""
+    """Tensors of no layer, then those of each layer; a shared one where it first occurs."""
     owned = [list(layer.modules()) for layer in layers]
     inside, seen = set(chain(*owned)), {}
     rest = [module for module in model.modules() if module not in inside]

@@ -1,6 +1,6 @@
 """Small random models of another model's class and configuration, for probes in milliseconds.
 
-It has a layer of each kind, two at least, and is as narrow as its configuration lets it be.
+A replica has a layer of each kind, at least two, and is as narrow as its configuration allows.
 """
 
 import copy
@@ -40,7 +40,7 @@ _REPLICAS: list[PreTrainedModel] = []  # of the measurement that runs
 
 
 def measure_once(measure: Callable[..., Any], config: PreTrainedConfig, *more: Any) -> Any:
-    """The result of `measure(config, *more)` for a copy of the configuration; kept in this process."""
+    """The result of `measure(config, *more)` for a copy of the configuration, cached in this process."""
     key = measure, type(config), config.to_json_string(use_diff=False), more
     if key not in _MEASURED:
         # Whoever loads the model may want no gradients; the probe does.
@@ -54,10 +54,10 @@ def measure_once(measure: Callable[..., Any], config: PreTrainedConfig, *more: A
 
 
 def build_replica(auto_class: Any, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """A random model in fp32 on the CPU, in eval mode, whose numbers show each of its weights.
+    """A random model in fp32 on the CPU, in eval mode; every weight affects its outputs.
 
-    `options` go to `auto_class.from_config`. Moves no random state. Raises what the family's own code does
-    where it cannot be small.
+    `options` go to `auto_class.from_config`. Leaves the random state unchanged. Raises what the family's code
+    raises if it cannot be small.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -81,7 +81,7 @@ def build_replica(auto_class: Any, config: PreTrainedConfig, **options: Any) -> 
 
 
 def _shorten(config: PreTrainedConfig) -> None:
-    """Leave a layer of each kind, two at least, in a configuration and its parts (vision, text)."""
+    """Keep one layer of each kind, at least two, in a configuration and its parts (vision, text)."""
     for part in _parts(config):
         numbers = vars(part)
         numbers |= {name: min(numbers[name] or 0, 1) for name in _FIRST & numbers.keys()}
@@ -113,7 +113,7 @@ def _shorten(config: PreTrainedConfig) -> None:
 
 
 def _narrow(config: PreTrainedConfig) -> None:
-    """Leave few heads of the width that they have, few experts and few tokens."""
+    """Keep few heads of the original width, few experts and few tokens."""
     shapes, widths = [], {}  # widths of hidden states: one part may name another's
     for part in _parts(config):
         heads, width = getattr(part, "num_attention_heads", None), getattr(part, "hidden_size", None)
@@ -131,7 +131,7 @@ def _narrow(config: PreTrainedConfig) -> None:
 
 
 def _few(name: str, value: int, heads: int, width: int | None, widths: dict[int, int]) -> int:
-    """The number of a narrow configuration in the place of another."""
+    """A smaller number for a narrow configuration."""
     if "token_id" in name or "token_index" in name:
         return value if value < _NUM_TOKENS else 0
     if value in widths and not name.startswith(("max_", "n_pos")):
@@ -146,6 +146,6 @@ def _few(name: str, value: int, heads: int, width: int | None, widths: dict[int,
 
 
 def _parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """A configuration and those inside it."""
+    """A configuration and the configurations nested in it."""
     inner = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
     return [config, *(part for value in inner for part in _parts(value))]

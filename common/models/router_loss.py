@@ -20,8 +20,8 @@ from common.models.transformers_internals import class_for
 
 
 def router_coefficient(model: PreTrainedModel) -> float:
-    """The weight of the loss in training: 0 without routers that can be recorded, and where the family's
-    language model has a coefficient and never adds the loss (Llama 4).
+    """Weight of the loss in training; 0 without routers that can be recorded, and for a family whose language
+    model has a coefficient and never adds the loss (Llama 4).
     """
     backbone = backbone_of(model)
     language_model = class_for(AutoModelForCausalLM, model.config) or type(model)
@@ -34,11 +34,11 @@ def router_coefficient(model: PreTrainedModel) -> float:
 def balance_loss(
     config: Any, router_logits: tuple[torch.Tensor, ...], inputs: ModelInputs
 ) -> torch.Tensor | None:
-    """Return E times the sum over experts of (choices per token) x (mean probability), both over all layers,
-    fp32 scalar: the number of experts that a token has where all are used alike. None without a router.
+    """E times the sum over experts of (choices per token) x (mean probability), both over all layers: fp32
+    scalar, the number of experts per token if all are used equally. None without a router.
 
-    router_logits: L of (N + padding, E). Tokens of padding do not count, and those that sequences share count
-    once. arXiv:2101.03961 eq. 4 to 6, as transformers has it.
+    router_logits: L of (N + padding, E). Padding does not count, and tokens shared by sequences count once.
+    arXiv:2101.03961 eq. 4 to 6, as transformers has it.
     """
     if not router_logits:
         return None  # all layers are dense
@@ -55,11 +55,11 @@ def balance_loss(
 def add_router_loss(
     engine: Any, loss_sum: torch.Tensor, batch: PackedBatch, count_items: Callable[[PackedBatch], float]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return a micro-batch's loss, added up over its items, with the router loss of the pass that made it,
-    and that by itself as a statistic; the loss as it is for a model without.
+    """A micro-batch's summed loss plus the router loss of its pass, and the router loss alone as a statistic;
+    the loss unchanged for a model without experts.
 
-    `engine` is of a PolicyModel or a ValueModel. A router loss is of one micro-batch: their mean goes by the
-    items of each.
+    `engine` holds a PolicyModel or a ValueModel. A router loss belongs to one micro-batch: the mean is
+    weighted by the items of each.
     """
     model: nn.Module = getattr(engine, "module", engine)
     router_loss = model.router_loss

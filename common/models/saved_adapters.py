@@ -12,15 +12,17 @@ POOLING = "reward_pooling"  # in the configuration of a reward model, or of its 
 
 
 def is_adapter(path: str) -> bool:
-    """Whether a folder has an adapter alone, without a model; no path (a flag that was left out) has none."""
+    """Whether a folder holds an adapter alone, without a model; False for an empty path (a flag that was left
+    out).
+    """
     file = Path(path or "", ADAPTER_CONFIG)
     return bool(path) and file.is_file() and not file.with_name("config.json").exists()
 
 
 def base_of(path: str) -> str:
-    """Return the folder or hub name of the model that an adapter alone was trained on; of a model its own.
+    """Folder or hub name of the model that an adapter was trained on; for a model its own.
 
-    Raises ValueError when the adapter does not tell.
+    Raises ValueError if the adapter does not name it.
     """
     if not is_adapter(path):
         return path
@@ -32,7 +34,7 @@ def base_of(path: str) -> str:
 
 
 def tokenizer_of(path: str) -> str:
-    """Return the folder or hub name that has the tokenizer: an adapter of other origin may have none."""
+    """Folder or hub name that has the tokenizer; an adapter from elsewhere may have none."""
     return path if (Path(path) / "tokenizer_config.json").exists() else base_of(path)
 
 
@@ -49,7 +51,7 @@ def read_adapter_config(path: str) -> dict[str, Any]:
 
 
 def adapter_rank(path: str) -> int:
-    """Return the rank of an adapter's factors, 0 for a model. Raises ValueError when it does not tell."""
+    """Rank of an adapter's factors; 0 for a model. Raises ValueError if the adapter does not name it."""
     rank = read_adapter_config(path).get("r") if is_adapter(path) else 0
     if not isinstance(rank, int):
         raise ValueError(f"{Path(path) / ADAPTER_CONFIG} has no rank r; give the export/ folder of the run")
@@ -57,7 +59,7 @@ def adapter_rank(path: str) -> int:
 
 
 def has_score_head(path: str) -> bool:
-    """Whether an adapter has the head of a reward model too. Raises ValueError when it cannot be read."""
+    """Whether an adapter includes the head of a reward model. Raises ValueError if it cannot be read."""
     file = Path(path) / ADAPTER_WEIGHTS
     try:
         with safe_open(file, "pt") as weights:

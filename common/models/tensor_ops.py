@@ -10,7 +10,7 @@ Z_95 = 1.959963984540054  # standard normal quantile at 0.975
 
 
 def masked_sum(x: torch.Tensor, mask: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return the sum of `x` over `dim` where `mask` (same shape, True = counts), fp32 or better."""
+    """Sum of `x` over `dim` where `mask` (same shape, True = counts), in fp32 or better."""
     return torch.where(mask.bool(), x if x.dtype == torch.float64 else x.float(), 0.0).sum(dim)
 
 
@@ -20,10 +20,10 @@ def whiten(
     *,
     reduce_sum: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Return (x - mean) / sqrt(variance + 1e-8) where `mask`, elsewhere 0: fp32, the shape of x.
+    """(x - mean) / sqrt(variance + 1e-8) where `mask`, elsewhere 0: fp32, the shape of x.
 
-    mask (same shape) True = counts. `reduce_sum` adds a float64 vector up over ranks; with it every rank
-    must call this, a rank without a single counting entry too. The variance divides by the count. Constant
+    mask (same shape) True = counts. `reduce_sum` sums a float64 vector over ranks; with it every rank must
+    call this, including one without a single counting entry. The variance divides by the count. Constant
     entries give exactly 0.
     """
     reduce_sum = reduce_sum or (lambda total: total)
@@ -40,14 +40,14 @@ def whiten(
 
 @torch.no_grad()
 def correlation(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return Pearson's correlation of x and y (N,): fp32 scalar in [-1, 1], 0 where either is constant."""
+    """Pearson correlation of x and y (N,): fp32 scalar in [-1, 1], 0 if either is constant."""
     x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
     spread = (x.square().sum() * y.square().sum()).sqrt()
     return torch.where(spread > 0, (x * y).sum() / spread, 0.0).clamp(-1, 1).float()
 
 
 class Rate(NamedTuple):
-    """A share with its 95 % interval; None where nothing was counted."""
+    """A share with its 95 % interval; None if nothing was counted."""
 
     value: float | None
     low: float
@@ -55,7 +55,7 @@ class Rate(NamedTuple):
 
 
 def wilson_interval(wins: float, total: int) -> Rate:
-    """Return wins / total with the interval of E. B. Wilson 1927, which stays within 0 and 1."""
+    """wins / total with the interval of E. B. Wilson (1927), which stays within 0 and 1."""
     if not total:
         return Rate(None, 0.0, 1.0)
     share, z2 = wins / total, Z_95**2

@@ -1,9 +1,9 @@
 """Checkpoints: folders with the whole state of a run, either complete or absent.
 
-OUTPUT_DIR/checkpoints/step-000200/ holds PART-rank-00000.safetensors, ... for every part and rank,
-and meta.json: the JSON state of all parts, the flags, the SHA-256 of every file. It is written under another
-name and renamed when everything is on the disk; only then older ones go. What is in doubt is named and passed
-over for the newest one that is whole.
+OUTPUT_DIR/checkpoints/step-000200/ holds PART-rank-00000.safetensors, ... for every part and rank, and
+meta.json: the JSON state of all parts, the flags, and the SHA-256 of every file. It is written under another
+name and renamed when everything is on the disk; only then are older ones removed. A damaged checkpoint is
+named and skipped for the newest one that is complete.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ _NAME = re.compile(r"step-(\d+)(-rollout|-update-(\d+))?")
 
 
 def checkpoint_name(step: int, position: str = "") -> str:
-    """Return the name of the state after a step, or at `rollout` or `update-0003` within it."""
+    """Name of the state after a step, or at `rollout` or `update-0003` within it."""
     return f"step-{step - 1:06d}-{position}" if position else f"step-{step:06d}"
 
 
@@ -43,17 +43,17 @@ def checkpoint_order(name: str) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose meta.json is as it was written; its other files have not been looked at."""
+    """A checkpoint whose meta.json is intact; its other files have not been read."""
 
     folder: Path
     meta: dict[str, Any]
 
     def files(self, part: str) -> list[Path]:
-        """Return the files of one part, by rank."""
+        """Files of one part, by rank."""
         return [self.folder / name for name in sorted(self.meta["files"]) if name.startswith(f"{part}-rank-")]
 
     def damaged_file(self, share: slice = slice(None)) -> str | None:
-        """Describe the first damaged file among a share of the files; None if all are as written."""
+        """Description of the first damaged file among a share of the files; None if all are intact."""
         for name in sorted(self.meta["files"])[share]:
             try:
                 if _digest(self.folder / name) != self.meta["files"][name]["sha256"]:
@@ -64,7 +64,7 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Return a checkpoint after a look at its meta.json; ValueError with what is wrong."""
+    """Read a checkpoint's meta.json. Raises ValueError if it is damaged."""
     try:
         outer = json.loads((folder / META).read_text())
         text, expected, meta = outer["content"], outer["sha256"], json.loads(outer["content"])
@@ -85,10 +85,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def find_checkpoints(path: Path) -> tuple[list[Checkpoint], list[str]]:
-    """Return the checkpoint that a path is, or those of a run's folder, and what is wrong with the others.
-
-    The newest comes first.
-    """
+    """The checkpoint at a path, or those of a run's folder, newest first; and what is wrong with others."""
     parent = path if path.name == FOLDER else path / FOLDER
     folders = [path] if (path / META).exists() else [p for p in parent.glob("*") if checkpoint_order(p.name)]
     checkpoints, doubts = [], []
@@ -105,7 +102,7 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint, then remove those beyond the limit (0: none). Every rank must call this.
 
-    Raises SaveFailed, on every rank, when anything could not be written on any of them.
+    Raises SaveFailed, on every rank, if anything could not be written on any of them.
     """
     folder = run_folder / FOLDER / name
     temporary = folder.with_name(name + WRITING)
@@ -174,9 +171,9 @@ def _digest(path: Path) -> str:
 
 
 def newest_whole(candidates: Sequence[Checkpoint], doubts: list[str]) -> Checkpoint | None:
-    """Return the newest checkpoint whose every byte is as it was written, None where all are damaged.
+    """The newest checkpoint whose every byte is intact; None if all are damaged.
 
-    Adds to `doubts` what is wrong with those before it. Every rank must call this.
+    Appends to `doubts` what is wrong with newer ones. Every rank must call this.
     """
     for candidate in candidates:
         # Each rank reads its share of the files: all of them are read once.
@@ -191,9 +188,9 @@ def newest_whole(candidates: Sequence[Checkpoint], doubts: list[str]) -> Checkpo
 
 
 def load_newest(candidates: Sequence[Checkpoint], parts: Mapping[str, Stateful]) -> Checkpoint:
-    """Let the parts take the newest checkpoint that is whole; return it. Every rank must call this.
+    """Load the newest intact checkpoint into the parts; return it. Every rank must call this.
 
-    Raises ValueError when none is whole, or it is not of this run.
+    Raises ValueError if none is intact, or it belongs to another run.
     """
     doubts: list[str] = []
     checkpoint = newest_whole(candidates, doubts)

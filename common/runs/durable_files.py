@@ -1,6 +1,6 @@
 """Files and folders that are either complete or absent, whenever the machine stops. PURE.
 
-What is not finished yet ends in `.writing`, what is on its way out in `.deleting`.
+Unfinished files end in `.writing`, folders that are being removed in `.deleting`.
 """
 
 import contextlib

@@ -38,7 +38,7 @@ SCORE_LABEL = {"id2label": {0: "reward"}, "label2id": {"reward": 0}, "problem_ty
 
 
 def gather_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the plain transformers weights on rank 0's CPU (elsewhere {}), adapters merged.
+    """Weights under plain transformers' names on rank 0's CPU (elsewhere {}), adapters merged.
 
     `model` is a transformers model or its PEFT wrapper, sharded or not; weights are gathered one at a time.
     Every rank must call this.
@@ -275,8 +275,8 @@ def save_adapter(
     """Write the trained weights for PEFT and chat.py: LoRA factors, score head with its pooling, tokenizer
     and metadata.
 
-    Nothing is written if more was trained (--only_optimize_lora false): then only the export is the model.
-    Every rank must call this.
+    Nothing is written if more than these was trained (--only_optimize_lora false): then the export alone is
+    the model. Every rank must call this.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     others = [name for name in trained if ".lora_" not in name]

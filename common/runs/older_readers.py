@@ -1,8 +1,8 @@
 """Compatibility with transformers 4: fields of a saved model that it reads under other names than
 transformers 5 writes. PURE.
 
-Programs that stand on transformers 4 (vLLM, converters, trainers) take a default in silence where a name is
-missing. transformers 5 reads a file that has both names as it reads one with its own.
+Programs built on transformers 4 (vLLM, converters, trainers) silently use a default where a name is missing.
+transformers 5 reads a file with both names like one with its own.
 """
 
 from typing import Any
@@ -62,8 +62,8 @@ def _add_rope(config: dict[str, Any]) -> None:
 
 
 def add_older_tokenizer_names(config: dict[str, Any], base: dict[str, Any], tokenizer: Any) -> None:
-    """Add the names that transformers 4 reads to the contents of a tokenizer_config.json; `base` is that of
-    the base.
+    """Add the names that transformers 4 reads to the contents of a tokenizer_config.json; `base` is the
+    contents of the base's.
     """
     named = base.get("tokenizer_class") or config["tokenizer_class"]
     config["tokenizer_class"] = "PreTrainedTokenizerFast" if named in NEWER_TOKENIZERS else named

@@ -23,7 +23,7 @@ LENGTH_FLAGS = ("num_train_epochs", "max_train_steps")
 
 @dataclass(frozen=True)
 class EarlierRun:
-    """The run to resume: `checkpoints`, newest first; none for a new run."""
+    """The run to resume: its `checkpoints`, newest first; empty for a new run."""
 
     checkpoints: list[Checkpoint] = field(default_factory=list)
     is_elsewhere: bool = False  # of another folder than --output_dir
@@ -69,7 +69,7 @@ def find_run(args: Any, problems: Problems) -> EarlierRun:
 
 
 def settle_dtype(args: Any) -> list[str]:
-    """Replace --dtype auto in `args`; return a note. Every rank must call this.
+    """Resolve --dtype auto in `args`; return a note. Every rank must call this.
 
     On a CPU it becomes the dtype of the resumed run, else the faster one on the first rank.
     """
@@ -87,7 +87,7 @@ def settle_dtype(args: Any) -> list[str]:
 
 
 def resumed_dtype(args: Any) -> str:
-    """Dtype of the run that would be resumed or replaced; empty without one."""
+    """Dtype of the run that would be resumed or replaced; "" if there is none."""
     earlier = find_run(args, Problems())
     if earlier.checkpoints:
         return earlier.checkpoints[0].meta["args"]["resolved_dtype"]
@@ -98,7 +98,7 @@ def resumed_dtype(args: Any) -> str:
 
 
 def _named_run(args: Any, folder: Path | None, problems: Problems) -> EarlierRun:
-    """Checkpoints that --resume PATH names: itself, or those of a run's folder."""
+    """Checkpoints that --resume PATH names: the one at the path, or those of a run's folder."""
     checkpoints, doubts = find_checkpoints(Path(args.resume))
     if not checkpoints:
         why = "; ".join(doubts) or "there is no checkpoint"
@@ -127,7 +127,7 @@ def program_of(flags: Mapping[str, Any]) -> str:
 
 
 def compare_flags(args: Any, saved: dict[str, Any], origin: str, problems: Problems) -> list[str]:
-    """Add a problem for each flag that differs from a saved run's and may not change; return notes on those
+    """Add a problem for each flag that differs from the saved run's and may not change; return notes on those
     that may.
     """
     notes = []

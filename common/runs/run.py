@@ -51,11 +51,11 @@ class Stopped(Exception):  # noqa: N818  (nothing went wrong)
 
 
 class Run(Stateful):
-    """The run of a program, besides its models. Every rank must create and use one together.
+    """The life of one program's run. Every rank must create and use one together.
 
-    Its own part of a checkpoint is its progress; `parts` are the others. `rows` has the rows of a step and of
-    an optimizer step over all ranks, by the flags whose product with the number of ranks they are. `frozen`
-    has the path of each model that is not in a checkpoint, by its flag.
+    Its own part of a checkpoint is its progress; `parts` are the others. `rows` gives the rows of a step and
+    of an optimizer step over all ranks, keyed by the flags whose product with the number of ranks they are.
+    `frozen` gives the path of each model that is not in a checkpoint, by its flag.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Run(Stateful):
         }
 
     def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
-        """Load the progress. Raises ValueError if the data, frozen models, or the rows of a step or update
+        """Load the progress. Raises ValueError if the data, a frozen model, or the rows of a step or update
         differ.
         """
         if state["data_key"] != self.data.key:
@@ -254,7 +254,7 @@ class Run(Stateful):
             raise TooManyBadSteps(f"{error}\n{limit}") from error
 
     def finish(self) -> None:
-        """Record that the run is complete, and its exports, which are all written."""
+        """Record that the run is complete, and its exports, which have all been written."""
         if distributed.is_main() and self.folder:
             exports = sorted(path.parent.name for path in self.folder.glob(f"*/{METADATA_FILE}"))
             facts = {"steps": self.logger.num_steps, "exports": exports}
@@ -274,7 +274,7 @@ def _write_batches(path: Path, step: int, error: StepRefused) -> str:
 
 
 def _rows(batch: PackedBatch) -> Iterator[dict[str, Any]]:
-    """Yield the items of a batch."""
+    """Yield the items of a batch as rows."""
     columns = {key: [sequence.tolist() for sequence in batch.sequences(key)] for key in batch.data}
     if ROW_IDS in columns:
         columns[ROW_IDS] = batch.texts(ROW_IDS)
@@ -283,9 +283,9 @@ def _rows(batch: PackedBatch) -> Iterator[dict[str, Any]]:
 
 
 class IntervalClock:
-    """Tells when an interval has passed since the last time, or since its creation.
+    """Whether an interval has passed since the last time, or since its creation.
 
-    For a time interval the clock of the first rank decides for all ranks; ranks that saved at different steps
+    For a time interval the first rank's clock decides for all ranks; ranks that saved at different steps
     would wait for each other forever.
     """
 

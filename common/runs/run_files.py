@@ -1,8 +1,8 @@
 """Names of the files in a run's folder, and the lock that keeps a second run out of it. PURE.
 
-OUTPUT_DIR/lock.json names the process of a run and, when it has left, its exit code. The lock itself is the
-kernel's, on that file: it ends with its process, however that ends, so it is never stale. Network file
-systems that have POSIX locks keep it between machines.
+OUTPUT_DIR/lock.json names the process of a run and, once it has ended, its exit code. The lock itself is the
+kernel's POSIX lock on that file: it ends with its process, so it is never stale. Network file systems with
+POSIX locks hold it across machines.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Logging of a run: a line per step, metrics, samples, rollouts; TensorBoard, wandb, mlflow, trackio.
 
-Only the first process prints and writes; on the others every call does nothing. Trackers have the names and
+Only the first process prints and writes; on the others every call does nothing. Trackers get the names and
 step numbers of metrics.jsonl, through accelerate. TRACKERS_FILE has the id of each tracker's run and the last
-metrics that were sent to it: a resumed run continues its tracker run without duplicate points.
+metrics sent to it, so that a resumed run continues its tracker run without duplicate points.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ _RUN_ID = {TENSORBOARD: "log_dir", "wandb": "id", "mlflow": "info.run_id", "trac
 
 
 class _GrowingFile:
-    """A file that a run appends to; lines that cannot be written wait in memory."""
+    """A file that a run appends to; lines that cannot be written are kept in memory."""
 
     def __init__(self, path: Path, note: Callable[[str], None]) -> None:
         self.path, self.note = path, note
@@ -49,7 +49,7 @@ class _GrowingFile:
         self.waiting = b""
 
     def append(self, data: bytes = b"") -> None:
-        """Write a line after the waiting ones, all or nothing; cut off a torn line, and lines that a resumed
+        """Write a line after the waiting ones, all or nothing; truncate a torn line, and lines that a resumed
         run repeats.
         """
         is_first_to_wait = not self.waiting
@@ -125,7 +125,7 @@ class RunLogger(Stateful):
         self.open(state["step"])
 
     def note(self, text: str) -> None:
-        """Print a line; it is lost if nobody reads the stream any more."""
+        """Print a line; it is dropped if the stream has no reader any more."""
         if self.is_on:
             with contextlib.suppress(OSError):  # a full disk, or a pipe whose reader has gone
                 print(text, flush=True)
@@ -153,8 +153,8 @@ class RunLogger(Stateful):
         self._write(SAMPLES, step, fields)
 
     def rollout(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write the responses of a step to rollouts.jsonl.gz, as a gzip member that a resumed run can cut
-        off.
+        """Write the responses of a step to rollouts.jsonl.gz, as a gzip member that a resumed run can
+        truncate.
         """
         if self.folder:
             lines = "".join(json_line({"step": step, **row}) for row in rows)
@@ -214,7 +214,8 @@ def missing_trackers(kinds: Sequence[str]) -> list[str]:
 def start_tracker(kind: str, run_id: str, args: RunArguments, last_step: int | None) -> tuple[Any, str]:
     """Start a run named after the output folder, or resume `run_id` after `last_step`; return tracker and id.
 
-    The tracker is accelerate's `GeneralTracker`, its `tracker` the run. Raises what it raises.
+    The tracker is accelerate's `GeneralTracker`; its `tracker` is the run. Raises whatever the library
+    raises.
     """
     from accelerate import tracking  # slow to import
 
@@ -276,8 +277,8 @@ class TrackerGroup:
         self._write()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send each tracker the metrics that it has not had: steps arrive in order, the metrics of a step in
-        parts.
+        """Send each tracker the metrics that it has not received yet: steps arrive in order, the metrics of a
+        step in parts.
         """
         for kind, tracker in list(self.trackers.items()):
             sent = self.sent[kind]

@@ -1,8 +1,8 @@
 """The state in a checkpoint: slices of flat tensors in safetensors files, and JSON.
 
-A slice is a run of a flat tensor that does not know ranks or ZeRO stages. Each rank writes those that it
-owns and reads those that it needs, so M ranks under one stage can read what N have saved under another.
-DeepSpeed's own checkpoints are pickles and need a conversion by hand for that.
+A slice is a contiguous part of a flat tensor and is independent of ranks and ZeRO stages. Each rank writes
+those that it owns and reads those that it needs, so M ranks under one stage can read what N ranks saved under
+another. DeepSpeed's own checkpoints are pickles and need a manual conversion for that.
 """
 
 import json
@@ -41,7 +41,7 @@ class TensorSlice(NamedTuple):
 
 
 class TensorReader:
-    """Reads slices from the files of all ranks, whatever slices these were written as."""
+    """Reads slices from the files of all ranks, however they were cut when they were written."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         # key -> (start, end, file, name there), in order
@@ -77,7 +77,7 @@ class TensorReader:
 def write_slices(file: Path, slices: Iterable[TensorSlice]) -> None:
     """Write a rank's slices as safetensors; keys may be any text.
 
-    Chunk by chunk: safetensors' own `save_file` needs all of them in the host's memory.
+    Written chunk by chunk: safetensors' own `save_file` needs all of them in the host's memory.
     """
     header: dict[str, dict[str, Any]] = {}
     end = 0
@@ -256,8 +256,8 @@ def kept_random_numbers() -> Iterator[None]:
 class RandomState(Stateful):
     """Random state of python, numpy and torch on every rank.
 
-    If there are more ranks than were saved, they share the saved states; dropout then differs from a run that
-    was not stopped.
+    With more ranks than were saved, ranks share the saved states; dropout then differs from that of an
+    uninterrupted run.
     """
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
