@@ -32,7 +32,7 @@ DATABASE = "output/arena.sqlite3"
 
 @dataclass
 class ArenaArguments(SamplingArguments):
-    """Models behind a page."""
+    """Models served on a page."""
 
     models: list[str] = flag([], "the models, PATH or NAME=PATH: export/ or adapter/ folders, or hub names")
     db: str = flag(DATABASE, "SQLite file of pairs and judgements; made where there is none")
@@ -116,7 +116,7 @@ def serve(argv: list[str]) -> None:
 
 
 def _named_paths(words: list[str], problems: Problems) -> dict[str, str]:
-    """Paths of the models by name, in order; a path without a name is its own."""
+    """Paths of the models by name, in order; a path without a name is its own name."""
     paths: dict[str, str] = {}
     for word in words:
         name, _, path = word.partition("=")
@@ -130,7 +130,7 @@ def _named_paths(words: list[str], problems: Problems) -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve, or export what was judged; `argv` defaults to sys.argv[1:]."""
+    """Serve, or export the judgements. `argv` defaults to sys.argv[1:]."""
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["export"]:
         export(words[1:])

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
 """Chat with a saved model in the terminal.
 
-python chat.py output/step3/export
-python chat.py output/sft/export --compare output/ppo/export --reward output/reward/export
+    python chat.py output/step3/export
+    python chat.py output/sft/export --compare output/ppo/export --reward output/reward/export
 
-PATH is an export/ folder, a folder of an adapter, or a hub name. An empty line or Ctrl-D leaves, Ctrl-C ends
-an answer, /help shows the commands.
+PATH is an export/ folder, an adapter's folder, or a hub name. An empty line or Ctrl-D leaves, Ctrl-C ends a
+response, /help shows the commands.
 """
 
 import contextlib
@@ -69,15 +69,18 @@ class ChatArguments(SamplingArguments):
 
 
 def printable(text: str) -> str:
-    """The text, but line breaks and tabs, without control characters: a model must not steer the terminal."""
+    """The text without control characters other than line breaks and tabs: a model must not control the
+    terminal.
+    """
     return visible(text, kept="\n\t")
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Give an event that Ctrl-C in the block sets, and does nothing else. For the main thread.
+    """Context with an event that Ctrl-C sets, and does nothing else. Main thread only.
 
-    A second Ctrl-C, before the answer has ended, does what one did before the block: it leaves the program.
+    A second Ctrl-C before the response has ended has its effect from before the context: it leaves the
+    program.
     """
     is_interrupted = threading.Event()
     before = signal.getsignal(signal.SIGINT)
@@ -94,15 +97,17 @@ def interruptible() -> Iterator[threading.Event]:
 
 
 class OneAfterAnother(contextlib.nullcontext):
-    """Texts as they come; a pipe or a file gets them to the letter."""
+    """Prints texts as they come; a pipe or a file gets them unchanged."""
 
     def add(self, number: int, text: str) -> None:
-        """Show the next piece of a text."""
+        """Print the next chunk of a text."""
         print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 class SideBySide(Live):
-    """Two texts in two columns of a terminal; as a context it draws them as they grow, and leaves them."""
+    """Two texts in two columns of a terminal; a context that draws them as they grow, and leaves them
+    there.
+    """
 
     def __init__(self, console: Console | None = None) -> None:
         # A live picture that is taller than the screen cannot be redrawn: it is cut, and printed whole below.
@@ -120,7 +125,7 @@ class SideBySide(Live):
         self.console.print(self._table())
 
     def add(self, number: int, text: str) -> None:
-        """Show the next piece of a text."""
+        """Print the next chunk of a text."""
         self._texts[number].append(printable(text))
 
     def _table(self) -> Table:
@@ -134,7 +139,7 @@ class SideBySide(Live):
 
 @dataclass
 class Conversation:
-    """What was said so far but for the system message, and the model that answers."""
+    """The turns so far without the system message, and the model that responds."""
 
     name: str
     answerer: Answerer
@@ -146,7 +151,7 @@ Score = Callable[[list[Message]], str]  # of a conversation's last message as an
 
 @dataclass
 class Session:
-    """Conversations with one or two models, led line by line; `system` begins each, unless it is empty."""
+    """Conversations with one or two models, led line by line; `system` starts each, unless it is empty."""
 
     conversations: list[Conversation]
     display: OneAfterAnother | SideBySide
@@ -154,11 +159,11 @@ class Session:
     system: str
 
     def whole(self, said: list[Message]) -> list[Message]:
-        """The system message, and what was said after it."""
+        """The system message and the turns after it."""
         return [Message("system", self.system), *said] if self.system else said
 
     def set_temperature(self, text: str) -> str:
-        """Take another temperature."""
+        """Change the temperature."""
         try:
             temperature = float(text)
         except ValueError:
@@ -189,7 +194,7 @@ class Session:
         return f"saved to {path}"
 
     def command(self, text: str) -> str:
-        """Obey a line that begins with a / (or is `clear`); return the reply."""
+        """Run a line that begins with a / (or is `clear`); return the reply."""
         word, _, rest = text.partition(" ")
         if word in ("/reset", "clear"):
             for conversation in self.conversations:
@@ -228,7 +233,9 @@ class Session:
 
 
 def load_score(args: ChatArguments, problems: Problems) -> Score | None:
-    """Scores by the model of --reward in its own form, or None after adding the problem."""
+    """A function that scores responses with the model of --reward in its own template; None after adding the
+    problem.
+    """
     own = dataclasses.replace(args, template="")
     template = load_template("--reward", args.reward, own, problems, is_ranker=True)
     if template is None:
@@ -253,7 +260,7 @@ def load_score(args: ChatArguments, problems: Problems) -> Score | None:
 
 
 def load_session(args: ChatArguments, problems: Problems) -> Session:
-    """Load the models of the flags, or leave with one message."""
+    """Load the models of the flags, or exit with one message."""
     names = {"--path": args.path}
     if args.compare:
         names["--compare"] = args.compare

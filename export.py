@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """Exports any checkpoint, as its run would have exported it at that step.
 
-python export.py output/ppo/checkpoints/step-000200 --output output/ppo-200
-python export.py output/ppo --output output/ppo-average --what ema     (the newest checkpoint of a run)
+    python export.py output/ppo/checkpoints/step-000200 --output output/ppo-200
+    python export.py output/ppo --output output/ppo-average --what ema     (the newest checkpoint of a run)
 
-It runs in one process on the CPU, whatever the run had. The model that the run began from must be where it
+Runs in one process on the CPU, whatever the run used. The model that the run started from must be where it
 was; the data are not needed.
 """
 
@@ -42,7 +42,7 @@ FLAGS = {
 
 @dataclass
 class CheckpointExportArguments:
-    """Which checkpoint, what of it, and where it goes."""
+    """Which checkpoint, which of its models, and the output folder."""
 
     checkpoint: str = flag(
         REQUIRED,
@@ -57,7 +57,7 @@ class CheckpointExportArguments:
 
 
 def read_flags(checkpoint: Checkpoint) -> Any:
-    """Return the flags of the run as its program had them, the precision resolved."""
+    """Flags of the run as its program had them, with the precision resolved."""
     saved = checkpoint.meta["args"]
     kind = FLAGS[program_of(saved)]
     known = {field.name for field in dataclasses.fields(kind)}
@@ -65,14 +65,14 @@ def read_flags(checkpoint: Checkpoint) -> Any:
 
 
 def origins_of(flags: Any, part: str) -> list[str]:
-    """The flags of the models that a part of a checkpoint began from; the first has the tokenizer."""
+    """Flags of the models that a part of a checkpoint started from; the first has the tokenizer."""
     if not isinstance(flags, PPOArguments):
         return ["--model_name_or_path"]
     return ["--actor_model_name_or_path", *(["--critic_model_name_or_path"] if part == "critic" else [])]
 
 
 def build_module(args: Any, tokenizer: Any, part: str) -> nn.Module:
-    """Module that the run's engine held at the start of training."""
+    """The module that the run's engine held at the start of training."""
     if isinstance(args, PPOArguments):
         is_critic = part == "critic"
         load = training_loop.load_ranker if is_critic else training_loop.load_policy
@@ -86,9 +86,9 @@ def build_module(args: Any, tokenizer: Any, part: str) -> nn.Module:
 
 @torch.no_grad()
 def take_weights(module: nn.Module, checkpoint: Checkpoint, part: str) -> None:
-    """Put the trained weights of a checkpoint into a module; what is frozen stays as it was loaded.
+    """Put the trained weights of a checkpoint into a module; frozen weights stay as they were loaded.
 
-    Raises ValueError when one is missing or has another size.
+    Raises ValueError if one is missing or has another size.
     """
     reader = TensorReader(checkpoint.files(part))
     for name, parameter in module.named_parameters():
@@ -117,7 +117,7 @@ def build_metadata(args: Any, what: str, state: dict[str, Any]) -> dict[str, Any
 def check(
     args: CheckpointExportArguments, checkpoint: Checkpoint, flags: Any, part: str, problems: Problems
 ) -> Any:
-    """Return the run's tokenizer after checking that there is what is asked for; leave where there is not."""
+    """The run's tokenizer, after checking that the requested model is there; exits if it is not."""
     if not checkpoint.files(part):
         problems.add(f"--what {args.what}: {checkpoint.folder} has none, because the run had none")
     has_lora = getattr(flags, "lora_dim", 0) or getattr(flags, "actor_lora_dim", 0)

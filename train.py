@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Runs the whole pipeline: SFT, reward model and PPO, each on the exports of the steps before.
+"""Runs the whole pipeline: SFT, reward model and PPO, each on the exports of earlier steps.
 
-python train.py --actor-model facebook/opt-1.3b --deployment-type single_node
-python train.py --actor-model Qwen/Qwen2.5-0.5B --data_path pairs.jsonl --output-dir output/mine
+    python train.py --actor-model facebook/opt-1.3b --deployment-type single_node
+    python train.py --actor-model Qwen/Qwen2.5-0.5B --data_path pairs.jsonl --output-dir output/mine
 
-A step is run by the launch script of its model, or where there is none by training_scripts/run.sh. The same
-command resumes where it stopped. Last comes report.html, curves and samples of all steps. Flags may be
-written with - or _.
+A step is run by the launch script of its model, or by training_scripts/run.sh if there is none. Rerun the
+same command to resume. At the end report.html has curves and samples of all steps. Flags may be written with
+- or _.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ class TrainArguments:
 
 
 class Launch(NamedTuple):
-    """How a step is run."""
+    """Command of a step."""
 
     words: list[str]
     variables: dict[str, str]
@@ -84,7 +84,7 @@ class Launch(NamedTuple):
 
 
 def step_folder(args: TrainArguments, step: int) -> Path:
-    """Return where a step writes; its model goes to export/ there."""
+    """Output folder of a step; its model goes to export/ there."""
     return Path(args.output_dir).absolute() / STEPS[step - 1]
 
 
@@ -94,7 +94,7 @@ def more_flags(args: TrainArguments) -> dict[str, str]:
 
 
 def check(args: TrainArguments, problems: Problems) -> None:
-    """Resolve the models' names; add what is wrong."""
+    """Resolve the models' names; add problems."""
     args.actor_model = SIZES.get(args.actor_model.lower(), args.actor_model)
     if not args.reward_model:
         script = find_script(3, args.deployment_type, args.actor_model)
@@ -134,9 +134,9 @@ def check(args: TrainArguments, problems: Problems) -> None:
 
 
 def check_vocabularies(args: TrainArguments, problems: Problems) -> None:
-    """Add a problem when step 3 would refuse the two models after steps 1 and 2 have trained them.
+    """Add a problem if step 3 would reject the two models after steps 1 and 2 have trained them.
 
-    Those that cannot be loaded here are left to the steps, which say why.
+    Models that cannot be loaded here are left to the steps, which say why.
     """
     actor, reward = args.actor_model, args.reward_model
     if 3 not in args.step or actor == reward or {actor, reward} <= set(SIZES.values()):
@@ -156,7 +156,7 @@ def check_vocabularies(args: TrainArguments, problems: Problems) -> None:
 
 
 def build_launch(args: TrainArguments, step: int) -> Launch:
-    """Return how a step is run: by its model's script, or by run.sh, which has settings for all."""
+    """Command of a step: its model's script, or run.sh, which has settings for all."""
     model = args.reward_model if step == 2 else args.actor_model
     script = find_script(step, args.deployment_type, model)
     words = [str(script.relative_to(ROOT))] if script else [RUN, NAMES[step], model, args.deployment_type]
@@ -179,9 +179,9 @@ def build_launch(args: TrainArguments, step: int) -> Launch:
 
 
 def plan_words(args: TrainArguments, step: int) -> list[str]:
-    """Return the flags by which tools.plan says whether a step fits this machine's GPUs.
+    """Flags with which tools.plan tells whether a step fits this machine's GPUs.
 
-    What earlier steps will have trained has the size of what they begin from.
+    Models that earlier steps will train are planned with the size of their bases.
     """
     launch = build_launch(args, step)
     _, script, *words = launch.words
@@ -237,7 +237,7 @@ def run_group(command: Sequence[str], **options: Any) -> tuple[int, bool]:
 
 
 def report(args: TrainArguments) -> None:
-    """Print where the exports of the steps are, and write one report on all of them."""
+    """Print the paths of the steps' exports, and write one report on all steps."""
     from tools.report.page import write_report  # matplotlib is slow to import
 
     exports = [step_folder(args, step) / "export" for step in (1, 2, 3)]
@@ -254,7 +254,7 @@ def report(args: TrainArguments) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Check, run the steps that are asked for, report; `argv`: words in place of this process's."""
+    """Check, run the requested steps, report. `argv` defaults to sys.argv[1:]."""
     problems = Problems()
     words = [_with_underscores(word) for word in (sys.argv[1:] if argv is None else argv)]
     args = parse_args(TrainArguments, words, description=__doc__.splitlines()[0], problems=problems)
@@ -284,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _with_underscores(word: str) -> str:
-    """Return a flag's name as ours are written: DeepSpeed-Chat's program of this name has dashes."""
+    """A flag's name with underscores; DeepSpeed-Chat's program of this name has dashes."""
     match = re.fullmatch(r"--([\w-]+)(=.*)?", word, re.DOTALL)
     return f"--{match[1].replace('-', '_')}{match[2] or ''}" if match else word
 

@@ -51,7 +51,7 @@ _device_lock = threading.Lock()  # the device computes for one request, of all m
 
 @dataclass
 class AnsweringArguments(TokenizerArguments, DecodeArguments):
-    """In what form and precision a model answers."""
+    """The form and precision in which a model responds."""
 
     template: str = flag("", "dialogue form; empty: what the model was trained with", choices=TEMPLATE_NAMES)
     dtype: str = flag(
@@ -61,7 +61,7 @@ class AnsweringArguments(TokenizerArguments, DecodeArguments):
 
 @dataclass
 class SamplingArguments(AnsweringArguments):
-    """How a model samples."""
+    """Sampling flags."""
 
     temperature: float = flag(0.7, "sampling temperature; 0 takes the likeliest token", low=0)
     top_k: int = flag(0, "sample from the k likeliest tokens only; 0: all", low=0)
@@ -70,7 +70,7 @@ class SamplingArguments(AnsweringArguments):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an answer is sampled."""
+    """Sampling options of a response."""
 
     max_new_tokens: int  # 0: no answer is wanted, only scores of the prompt
     temperature: float = 1.0  # 0 takes the likeliest token
@@ -82,7 +82,7 @@ class Sampling:
 
 
 class TokenScore(NamedTuple):
-    """A token's text and log-probability, and the likeliest texts there, with theirs."""
+    """Text and log-probability of a token, and the likeliest tokens at its position with theirs."""
 
     text: str
     logprob: float | None  # None, and no `top`, of the very first token
@@ -93,11 +93,11 @@ TextCallback = Callable[[int, str], bool]  # gets (number of the answer, its nex
 
 
 class Answerer:
-    """A model, the dialogue form that it is asked in, and how it samples where a request does not say.
+    """A model, its dialogue template, and its default sampling options.
 
-    The memory of keys and values is kept from call to call, and so is the count of answers, which names their
-    random numbers: after the same `seed` the same calls give the same answers, and a question asked again
-    gets another one. `max_length` counts the tokens of prompt and answer together.
+    The key/value cache is kept from call to call, and so is the count of responses, which seeds their random
+    numbers: after the same `seed` the same calls give the same responses, and a repeated question gets a new
+    one. `max_length` limits the tokens of prompt and response together.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Answerer:
         seed: int | None = None,
         use_cuda_graphs: bool = True,
     ) -> None:
-        """Without `seed` other random numbers are used every time."""
+        """Without `seed`, random numbers differ every time."""
         self.model = model
         self.template = template
         self.tokenizer = template.tokenizer
@@ -123,10 +123,10 @@ class Answerer:
         self._next_sample_id = secrets.randbits(_SAMPLE_ID_BITS) if seed is None else 0
 
     def answer(self, messages: Sequence[Message], *, on_text: TextCallback | None = None) -> list[str]:
-        """N answers to a conversation.
+        """N responses to a conversation.
 
-        A prompt that is too long is shortened (see `Template.shorten`) or cut. An answer has fewer than
-        max_new_tokens tokens where the model's positions leave no room for them. `on_text`: see `respond`.
+        A prompt that is too long is shortened (see `Template.shorten`) or truncated. A response has fewer
+        than max_new_tokens tokens if the model's positions leave no room for them. `on_text`: see `respond`.
         """
         limit = self.max_prompt_tokens
         segments = self.template.segments(self.template.shorten(tuple(messages), limit), None)
@@ -141,10 +141,10 @@ class Answerer:
         keeps_space: bool = False,
         on_text: TextCallback | None = None,
     ) -> list[Answer]:
-        """N answers to a prompt, which must leave room for one token (see `why_too_long`).
+        """N responses to a prompt, which must leave room for one token (see `why_too_long`).
 
-        An answer loses the white space around it unless it `keeps_space`. `on_text` gets the answers' texts
-        piece by piece; put together they are the answers. Waits until other answers are done.
+        White space around a response is stripped unless it `keeps_space`. `on_text` receives the texts in
+        chunks that add up to the responses. Waits until other responses are finished.
         """
         sampling = sampling or self.sampling
         streams = [
@@ -194,9 +194,9 @@ class Answerer:
         )
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a whole conversation up to where the answer follows.
+        """Token ids of a whole conversation up to the start of the response.
 
-        Raises ValueError: it has more characters than could fit, or the template cannot show it.
+        Raises ValueError if it has more characters than could fit, or the template cannot render it.
         """
         self._check_characters([message.content for message in messages])
         if self.template.keeps_headers:  # as other programs render it, white space and all
@@ -205,16 +205,16 @@ class Answerer:
         return self.template.encode(segments, sys.maxsize).input_ids
 
     def encode_text(self, text: str) -> list[int]:
-        """Token ids of a bare text, as a row of the plain template begins.
+        """Token ids of a bare text, as at the start of a row of the plain template.
 
-        Raises ValueError: it has more characters than could fit.
+        Raises ValueError if it has more characters than could fit.
         """
         self._check_characters([text])
         plain = build_template("plain", self.tokenizer)
         return plain.encode([Segment(text, False)], sys.maxsize).input_ids
 
     def _check_characters(self, texts: Sequence[str]) -> None:
-        """Raise ValueError where texts have too many characters to fit, each with a turn's marks."""
+        """Raise ValueError if texts have too many characters to fit, each with the marks of a turn."""
         num_characters = sum(len(text) + _MOST_CHARACTERS for text in texts)
         if num_characters > (most := _MOST_CHARACTERS * (self.max_length + 1)):
             raise ValueError(
@@ -223,7 +223,7 @@ class Answerer:
             )
 
     def why_too_long(self, prompt_ids: list[int]) -> str:
-        """Why a prompt leaves no room for an answer; empty when it does."""
+        """Why a prompt leaves no room for a response; "" if it does."""
         if len(prompt_ids) < self.max_length:
             return ""
         return (
@@ -235,7 +235,7 @@ class Answerer:
     def score(self, token_ids: list[int], num_top: int) -> list[TokenScore]:
         """T scores in fp32 at temperature 1, each with the `num_top` (below V) likeliest tokens.
 
-        Waits until other answers are done.
+        Waits until other responses are finished.
         """
         decode = self.tokenizer.decode
         ids = torch.tensor(token_ids)
@@ -261,12 +261,10 @@ class Answerer:
 def read_prompts(
     data_path: str, generator: random.Random | None = None
 ) -> Iterator[tuple[Sequence[Message], str]]:
-    """Yield the prompts of a data set and where they come from; a row without one is skipped.
+    """Yield the prompts of a data set with their locations; a row without one is skipped.
 
-    With a `generator` they come in random order and without end, each once before any comes again.
-
-    Raises:
-        ValueError: --data_path is no data set, or has no prompt.
+    With a `generator` they come in random order and without end, each once before any is repeated. Raises
+    ValueError if --data_path is not a data set, or has no prompt.
     """
     source = load_source(data_path)
     rows = source.train
@@ -297,10 +295,10 @@ def load_template(
     trained_path: str = "",
     is_ranker: bool = False,
 ) -> Template | None:
-    """The form that the model of `path` is asked in, or None after adding why it cannot answer (as a
-    ranker: score).
+    """The template of the model at `path`; None after adding the problem if it cannot respond (for a ranker:
+    score).
 
-    That is --template, or else what the model of `trained_path` (empty: of `path`) was trained with.
+    It is --template, or else what the model at `trained_path` (empty: at `path`) was trained with.
     """
     config = startup.check_model(flag_name, path, args, problems, takes_adapter=True)
     if config is None:
@@ -325,7 +323,7 @@ def load_template(
 def load_answerer(
     path: str, template: Template, args: AnsweringArguments, sampling: Sampling, *, seed: int | None = None
 ) -> Answerer:
-    """The model of `path`, ready to answer. Raises ValueError when its weights cannot be loaded."""
+    """The model at `path`, ready to respond. Raises ValueError if its weights cannot be loaded."""
     base = base_of(path)
     options = ModelOptions(
         base,
@@ -343,9 +341,9 @@ def load_answerer(
 
 
 def merge_adapter(model: PreTrainedModel, path: str) -> PreTrainedModel:
-    """The model with an adapter in its weights; pickled adapters are not read.
+    """The model with an adapter merged into its weights; pickled adapters are not read.
 
-    Raises ValueError when it is no LoRA adapter, or not one of this model.
+    Raises ValueError if it is not a LoRA adapter, or not one of this model.
     """
     config = read_adapter_config(path)
     try:

@@ -1,4 +1,4 @@
-"""The arena: blind pairs of responses that people judge before the models' names are shown; page and API."""
+"""The arena: blind pairs of responses, judged before the models' names are shown; page and API."""
 
 import itertools
 import random
@@ -29,7 +29,7 @@ _Text = Annotated[str, StringConstraints(min_length=0)]  # no half characters: p
 
 @dataclass
 class NewPair:
-    """What POST /api/pairs takes: a prompt, or `draw` for one of the data; `follows` is the pair before."""
+    """Body of POST /api/pairs: a prompt, or `draw` for one from the data; `follows` is the previous pair."""
 
     text: Annotated[_Text, StringConstraints(strip_whitespace=True)] = ""
     draw: bool = False
@@ -38,7 +38,7 @@ class NewPair:
 
 @dataclass
 class Judgement:
-    """What POST /api/judgements takes."""
+    """Body of POST /api/judgements."""
 
     pair: _Text
     choice: Literal["a", "b", "tie", "both_bad"]
@@ -46,7 +46,7 @@ class Judgement:
 
 @dataclass
 class BlindPairs:
-    """Asks models in pairs, keeps what they answer and what people think of it. Methods raise Refused."""
+    """Asks models in pairs; stores their responses and people's judgements. Methods raise Refused."""
 
     models: Mapping[str, Answerer]  # by name
     store: JudgementStore
@@ -58,7 +58,7 @@ class BlindPairs:
     # ---- asking
 
     def ask(self, asked: NewPair) -> Pair:
-        """A new pair, whose answers follow."""
+        """A new pair, without responses yet."""
         if asked.draw:
             if self.prompts is None:
                 raise Refused(422, "the server was started without --data_path: there are no prompts to draw")
@@ -78,7 +78,7 @@ class BlindPairs:
         return self._create(prompt, "follow-up", [before.model_a, before.model_b])
 
     def _choose_models(self) -> list[str]:
-        """Two models, of those that have met least often."""
+        """Two of the models that have met least often."""
         if len(self.models) < 2:
             raise Refused(422, "the server has one model only, which cannot be compared; start it with two")
         met = self.store.num_answered_by_models()
@@ -102,9 +102,9 @@ class BlindPairs:
     # ---- answering
 
     def answer(self, pair: Pair, emit: Emit, is_gone: threading.Event) -> None:
-        """Let both models answer, one after the other, and emit all of it; stop when nobody listens any more.
+        """Generate both responses, one after the other, and emit them; stop when nobody listens any more.
 
-        An answer is kept as soon as it is whole. Errors of a model are shown and kept, too.
+        Each response is stored as soon as it is complete. A model's errors are shown and stored too.
         """
         emit({"event": "pair"} | self.view(pair))
         for side, name in (("a", pair.model_a), ("b", pair.model_b)):
@@ -132,7 +132,7 @@ class BlindPairs:
     # ---- judging
 
     def view(self, pair: Pair) -> dict[str, Any]:
-        """A pair as the page may see it: names only after it was judged."""
+        """A pair as the page may see it: with names only after it was judged."""
         shown = {
             "id": pair.id,
             "prompt": [message.as_dict() for message in pair.prompt],
@@ -147,20 +147,19 @@ class BlindPairs:
 def create_app(
     arena: BlindPairs, *, max_request_bytes: int, token: str = "", is_local: bool = False
 ) -> Guard:
-    """The application; with a token all but the empty page needs it, as Authorization: Bearer TOKEN.
-
-    `is_local`: see Guard.
+    """The application. With a token every request but that for the empty page needs it, as Authorization:
+    Bearer TOKEN. `is_local`: see Guard.
     """
     app = build_app(max_request_bytes)
 
     @app.get("/api/state")
     def state() -> dict[str, Any]:
-        """What the page needs to begin."""
+        """What the page needs at the start."""
         return {"has_prompts": arena.prompts is not None, "num_models": len(arena.models)}
 
     @app.post("/api/pairs")
     def ask(body: NewPair) -> StreamingResponse:
-        """Answer with lines of JSON, as they come: the pair, pieces of both answers, their ends."""
+        """Stream lines of JSON: the pair, chunks of both responses, their ends."""
         pair = arena.ask(body)
 
         def answer(emit: Emit, is_gone: threading.Event) -> None:
@@ -174,12 +173,12 @@ def create_app(
 
     @app.get("/api/pairs/{pair_id}")
     def show(pair_id: str) -> dict[str, Any]:
-        """A pair; its names only when it was judged."""
+        """A pair; with names only after it was judged."""
         return arena.view(arena.store.get(pair_id))
 
     @app.post("/api/judgements")
     def judge(body: Judgement) -> dict[str, Any]:
-        """Keep a judgement, and return the pair with its names."""
+        """Store a judgement; return the pair with its names."""
         return arena.view(arena.store.judge(body.pair, body.choice))
 
     @app.get("/api/results")

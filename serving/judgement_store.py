@@ -1,6 +1,6 @@
 """Pairs of responses and people's judgements in one SQLite file; as win rates and as training data.
 
-What was accepted is on the disk before the call returns (WAL, synchronous=FULL): a crash loses nothing.
+Everything accepted is on the disk before the call returns (WAL, synchronous=FULL): a crash loses nothing.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ _SELECT = (
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers to a prompt; an answer is None until it is whole, or for ever if there was an error."""
+    """Two responses to a prompt; None until complete, or for good if there was an error."""
 
     id: str
     prompt: tuple[Message, ...]
@@ -74,18 +74,18 @@ class Pair:
 
     @property
     def is_answered(self) -> bool:
-        """Whether both answers are there."""
+        """Whether both responses are complete."""
         return self.answer_a is not None and self.answer_b is not None
 
 
 class JudgementStore:
-    """The file of an arena; threads share it, and other processes may read and write beside it.
+    """The file of an arena, shared by threads and by other processes.
 
-    Every statement is a transaction of its own. All methods raise Refused where the file cannot be used.
+    Every statement is a transaction of its own. All methods raise Refused if the file cannot be used.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open or make the file. Raises ValueError when it is another program's, damaged or not writable."""
+        """Open or create the file. Raises ValueError if it is another program's, damaged or not writable."""
         self.path = path
         self._lock = threading.Lock()
         try:
@@ -125,7 +125,7 @@ class JudgementStore:
     def add_pair(
         self, prompt: Sequence[Message], source: str, model_a: str, model_b: str, sampling: dict
     ) -> Pair:
-        """A new pair, whose answers follow."""
+        """Add a pair, without responses yet."""
         pair = Pair(uuid.uuid4().hex, tuple(prompt), source, model_a, model_b)
         messages = json.dumps([message.as_dict() for message in prompt], ensure_ascii=False)
         columns = "id, created_at, prompt, source, model_a, model_b, sampling"
@@ -134,13 +134,13 @@ class JudgementStore:
         return pair
 
     def set_answer(self, pair_id: str, side: str, text: str | None, error: str | None = None) -> None:
-        """Keep the whole answer of side "a" or "b", or why there is none."""
+        """Store the complete response of side "a" or "b", or why there is none."""
         assert side in ("a", "b")
         statement = f"UPDATE pairs SET answer_{side} = ?, error_{side} = ? WHERE id = ?"
         self._run(statement, text, error, pair_id)
 
     def judge(self, pair_id: str, choice: str) -> Pair:
-        """Keep a judgement ("a", "b", "tie", "both_bad") and return the judged pair; the first one stays."""
+        """Store a judgement ("a", "b", "tie", "both_bad"), unless there is one; return the judged pair."""
         if not self.get(pair_id).is_answered:
             raise Refused(409, "one of its answers is missing, ask again")
         statement = "INSERT INTO judgements VALUES (?, ?, ?) ON CONFLICT (pair_id) DO NOTHING"
@@ -151,7 +151,7 @@ class JudgementStore:
         return pair
 
     def get(self, pair_id: str) -> Pair:
-        """A pair. Raises Refused where there is none."""
+        """A pair. Raises Refused if there is none."""
         rows = self._run(f"{_SELECT} WHERE id = ?", pair_id)
         if not rows:
             raise Refused(404, "there is no such pair in the database; was the server given another --db?")
@@ -162,7 +162,7 @@ class JudgementStore:
         return [_pair(row) for row in self._run(f"{_SELECT} WHERE choice IS NOT NULL ORDER BY j.rowid")]
 
     def num_answered_by_models(self) -> Counter[frozenset[str]]:
-        """How many pairs each two models have answered."""
+        """Number of pairs that each two models have answered."""
         answered = "answer_a IS NOT NULL AND answer_b IS NOT NULL"
         return Counter(map(frozenset, self._run(f"SELECT model_a, model_b FROM pairs WHERE {answered}")))
 
@@ -177,10 +177,10 @@ def _now() -> str:
 
 
 def win_rates(pairs: Iterable[Pair]) -> dict[str, list[dict[str, Any]]]:
-    """Win rates: rows of `models`, the best first, and of `duels` of two, by name; neither side counts apart.
+    """Win rates by name: rows of `models`, the best first, and of `duels` between two.
 
-    A row has its name, how often the (first) model won, lost or neither, and `rate`: its share of the decided
-    pairs with Wilson's 95 % interval. Pairs are shared out evenly, so a model's own rate is fair, too.
+    A row has its name, how often the (first) model won, lost or tied, and `rate`: its share of the decided
+    pairs with Wilson's 95 % interval. Pairs are spread evenly, so a model's overall rate is fair too.
     """
     models: defaultdict[str, Counter[str]] = defaultdict(Counter)
     duels: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -204,11 +204,10 @@ def win_rates(pairs: Iterable[Pair]) -> dict[str, list[dict[str, Any]]]:
 def export_pairs(store: JudgementStore, target: Path, *, as_labels: bool = False) -> Counter[str]:
     """Write a line of JSON for each decided pair; return how many were "written" and left out, by reason.
 
-    The prompt is a list of role and content, so no text in it can be taken for a turn. A tie and "both bad"
-    say nothing of which answer is better, and a pair's row has no place for them: they are left out, as are
-    pairs with an empty answer or two equal ones. `as_labels`: a line for each answer instead, labelled true
-    where it was preferred, else false; both answers are false of "both bad". Raises OSError when the file
-    cannot be written.
+    The prompt is a list of role and content, so no text in it can be mistaken for a turn. Ties and "both bad"
+    have no preferred response and are left out, as are pairs with an empty response or two equal ones.
+    `as_labels` writes a line for each response instead, labelled true if it was preferred, else false; for
+    "both bad" both are false. Raises OSError if the file cannot be written.
     """
     counts: Counter[str] = Counter()
     lines = []
@@ -237,7 +236,7 @@ def export_pairs(store: JudgementStore, target: Path, *, as_labels: bool = False
 
 
 def _why_left_out(pair: Pair, as_labels: bool) -> str:
-    """Why a judged pair is not exported, "" if it is."""
+    """Why a judged pair is not exported; "" if it is."""
     texts = {(pair.answer_a or "").strip(), (pair.answer_b or "").strip()}
     if pair.choice == "tie":
         return "ties"

@@ -1,6 +1,6 @@
 """OpenAI-compatible API: /v1/models, /v1/chat/completions and /v1/completions, also streamed.
 
-A field that is not honoured is refused by its name, unless it asks for nothing.
+An unsupported field is rejected by name, unless its value has no effect.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ _NOTHING = ("none", "auto", "default", {"type": "text"}, ["text"])
 
 
 class _Fields(BaseModel):
-    """Fields of exactly these types and no others; what asks for nothing is dropped first."""
+    """Fields of exactly these types and no others; those whose value has no effect are dropped first."""
 
     model_config = ConfigDict(strict=True, extra="forbid", str_min_length=0)  # and no half characters
 
@@ -71,7 +71,7 @@ class _StreamOptions(_Fields):
 
 
 class _Request(_Fields):
-    """What both kinds of requests may ask for."""
+    """Fields that both kinds of requests share."""
 
     model: str
     temperature: float | None = Field(None, ge=0, le=100)
@@ -95,7 +95,7 @@ class _Request(_Fields):
         return self
 
     def sampling(self, default: Sampling) -> Sampling:
-        """Sampling of the answers; what the request leaves out is the server's own. Raises Refused."""
+        """Sampling options of the responses; missing fields have the server's defaults. Raises Refused."""
         limit = self.max_answer_tokens(default.max_new_tokens)
         if limit > default.max_new_tokens:
             most = f"this server's --max_new_tokens {default.max_new_tokens}"
@@ -130,24 +130,24 @@ class ChatRequest(_Request):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Likeliest tokens that are shown beside each; None: no log-probabilities."""
+        """Number of likeliest tokens to return at each position; None: no log-probabilities."""
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         return self.top_logprobs if self.logprobs else None
 
     def max_answer_tokens(self, default: int) -> int:
-        """Token limit of an answer."""
+        """Token limit of a response."""
         return self.max_completion_tokens or self.max_tokens or default
 
     def encode(self, model: Answerer) -> list[list[int]]:
-        """Token ids of the one conversation. Raises ValueError when its template rejects it."""
+        """Token ids of the one conversation. Raises ValueError if its template rejects it."""
         messages = [
             Message(message.role, "".join(part.text for part in message.content)) for message in self.messages
         ]
         return [model.encode(messages)]
 
     def logprobs_of(self, tokens: list[TokenScore]) -> dict[str, Any]:
-        """Log-probabilities of an answer's tokens, the end of turn included."""
+        """Log-probabilities of a response's tokens, including the end of turn."""
         content = [
             _entry(token.text, token.logprob) | {"top_logprobs": [_entry(*pair) for pair in token.top or ()]}
             for token in tokens
@@ -155,11 +155,11 @@ class ChatRequest(_Request):
         return {"content": content, "refusal": None}
 
     def whole(self, text: str) -> dict[str, Any]:
-        """A whole answer."""
+        """A complete response."""
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def piece(self, text: str, is_first: bool) -> dict[str, Any]:
-        """A piece of a streamed answer."""
+        """A chunk of a streamed response."""
         return {"delta": ({"role": "assistant"} if is_first else {}) | {"content": text}}
 
 
@@ -183,7 +183,7 @@ class CompletionRequest(_Request):
     prompt_field: ClassVar[str] = "prompt"
 
     def max_answer_tokens(self, default: int) -> int:
-        """Token limit of an answer, the protocol's own where none is given."""
+        """Token limit of a response, by default the protocol's."""
         return self.max_tokens if "max_tokens" in self.model_fields_set else min(self.max_tokens, default)
 
     def encode(self, model: Answerer) -> list[list[int]]:
@@ -193,7 +193,7 @@ class CompletionRequest(_Request):
         return [model.encode_text(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     def logprobs_of(self, tokens: list[TokenScore]) -> dict[str, Any]:
-        """Log-probabilities of tokens; `text_offset` counts characters of the tokens' own texts."""
+        """Log-probabilities of tokens; `text_offset` counts the characters of the tokens' own texts."""
         lengths = [len(token.text) for token in tokens]
         return {
             "tokens": [token.text for token in tokens],
@@ -205,11 +205,11 @@ class CompletionRequest(_Request):
         }
 
     def whole(self, text: str) -> dict[str, Any]:
-        """A whole answer."""
+        """A complete response."""
         return {"text": text}
 
     def piece(self, text: str, is_first: bool) -> dict[str, Any]:
-        """A piece of a streamed answer."""
+        """A chunk of a streamed response."""
         return {"text": text, "logprobs": None}
 
 
@@ -221,7 +221,7 @@ def _entry(text: str, logprob: float | None) -> dict[str, Any]:
 
 
 def add_openai_routes(app: FastAPI, models: Mapping[str, Answerer], default: Sampling) -> None:
-    """Let an application answer OpenAI's clients; `default` stands in for fields that are left out."""
+    """Add the routes of OpenAI's API to an application; `default` has the values of missing fields."""
     created = int(time.time())
     waiting = asyncio.Semaphore(MAX_WAITING)
 
@@ -235,11 +235,11 @@ def add_openai_routes(app: FastAPI, models: Mapping[str, Answerer], default: Sam
 
     @app.get("/v1/models")
     def list_models() -> dict[str, Any]:
-        """List what is served."""
+        """List the served models."""
         return {"object": "list", "data": [describe(name) for name in models]}
 
     async def respond(request: ChatRequest | CompletionRequest) -> Response:
-        """Answer in a thread, of which enough are left for all other requests."""
+        """Respond in a thread; enough threads remain for all other requests."""
         describe(request.model)
         sampling = request.sampling(default)
         async with waiting:
@@ -247,7 +247,7 @@ def add_openai_routes(app: FastAPI, models: Mapping[str, Answerer], default: Sam
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest) -> Response:
-        """Answer a conversation."""
+        """Respond to a conversation."""
         return await respond(body)
 
     @app.post("/v1/completions")
@@ -273,13 +273,15 @@ def _encode(model: Answerer, request: ChatRequest | CompletionRequest) -> list[l
 
 
 def _respond(request: ChatRequest | CompletionRequest, model: Answerer, sampling: Sampling) -> Response:
-    """Response with all answers, whole or as a stream. Raises Refused."""
+    """HTTP response with all responses of the model, complete or streamed. Raises Refused."""
     prompts = _encode(model, request)
     kind = request.chunk_kind if request.stream else request.kind
     head = {"id": uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": request.model}
 
     def answer(on_text: TextCallback) -> list[Answer]:
-        """All answers, those to the first prompt first; `on_text` gets an answer's index and its text."""
+        """All responses, those to the first prompt first; `on_text` gets a response's index and a chunk of
+        it.
+        """
         answers: list[Answer] = []
         for place, ids in enumerate(prompts):
             first = place * request.n
@@ -292,7 +294,7 @@ def _respond(request: ChatRequest | CompletionRequest, model: Answerer, sampling
         return answers
 
     def stream(emit: Emit, is_gone: threading.Event) -> None:
-        """Emit pieces of all answers, their ends, and the usage if asked for."""
+        """Emit chunks of all responses, their ends, and the usage if requested."""
         begun = set()
 
         def show(index: int, text: str, finish: str | None = None) -> bool:
@@ -322,7 +324,7 @@ def _respond(request: ChatRequest | CompletionRequest, model: Answerer, sampling
 def _whole_choice(
     model: Answerer, request: ChatRequest | CompletionRequest, prompt_ids: list[int], answer: Answer
 ) -> dict[str, Any]:
-    """An answer, behind its prompt if that is echoed, with the log-probabilities of all that is shown."""
+    """A response, after its prompt if that is echoed, with the log-probabilities of all tokens shown."""
     text = answer.text
     first = len(prompt_ids)
     if request.echo:

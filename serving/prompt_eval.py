@@ -45,7 +45,7 @@ QUESTIONS = {
 
 @dataclass
 class PromptEvalArguments(AnsweringArguments):
-    """Two models or three, some prompts."""
+    """Two or three models, some prompts."""
 
     model_name_or_path_baseline: str = flag(REQUIRED, "the model before: a folder or a hub name")
     model_name_or_path_finetune: str = flag(REQUIRED, "the model after: an export/ folder")
@@ -61,7 +61,7 @@ class PromptEvalArguments(AnsweringArguments):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Check, ask all models, print; `argv` defaults to sys.argv[1:]."""
+    """Check, ask all models, print. `argv` defaults to sys.argv[1:]."""
     problems = Problems()
     args = parse_args(PromptEvalArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     import_plugins(args.plugins, problems)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
 """Serves a reward model over HTTP, for step 3's --reward http://HOST:PORT/score and other clients.
 
-python serving/reward_server.py --model_name_or_path OUT/export --host 127.0.0.1 --port 8000
+    python serving/reward_server.py --model_name_or_path OUT/export --host 127.0.0.1 --port 8000
 
-POST /score {"prompts": [...], "responses": [...]} is answered by {"scores": [...]}; GET /health says what is
-served. Prompts are texts as the model was trained on them, rendered by its template, and responses stand to
-the letter behind them: the end-of-turn token is added here, a leading space is not. With --token_file, or
-TRIPTYCH_TOKEN in the environment, every request must bear that token: Authorization: Bearer TOKEN.
+POST /score {"prompts": [...], "responses": [...]} returns {"scores": [...]}; GET /health describes the served
+model. Prompts are texts as the model was trained on them, rendered by its template, and responses are
+appended unchanged: the end-of-turn token is added here, a leading space is not. With --token_file, or
+TRIPTYCH_TOKEN in the environment, every request must carry that token: Authorization: Bearer TOKEN.
 """
 
 import math
@@ -37,7 +37,7 @@ ACCURACY = ("accuracy", "accuracy_low", "accuracy_high", "pairs")  # on held-out
 
 @dataclass
 class ServeArguments(TokenizerArguments):
-    """A reward model behind an address."""
+    """A served reward model."""
 
     model_name_or_path: str = flag(REQUIRED, "reward model: the export/ folder of step 2, or a hub name")
     host: str = flag("127.0.0.1", "address that is listened on; 0.0.0.0: every one, for other machines")
@@ -61,7 +61,7 @@ class ServeArguments(TokenizerArguments):
 
 @dataclass
 class ScoreRequest:
-    """What POST /score takes; `rows` is what step 3 sends to any reward, and is not looked at."""
+    """Body of POST /score; `rows` is what step 3 sends to any reward, and is ignored."""
 
     prompts: list[str]
     responses: list[str]
@@ -69,7 +69,7 @@ class ScoreRequest:
 
 
 def create_app(scorer: RewardScorer, args: ServeArguments, *, token: str = "") -> Guard:
-    """The web application of a scorer; with a token it answers no request without."""
+    """The web application of a scorer; with a token it rejects requests without it."""
     app = build_app(args.max_request_bytes)
 
     @app.post("/score")
@@ -100,7 +100,7 @@ def create_app(scorer: RewardScorer, args: ServeArguments, *, token: str = "") -
 
 
 def load_scorer(args: ServeArguments, template: Template) -> RewardScorer:
-    """The scorer of the model of --model_name_or_path. Raises ValueError."""
+    """The scorer of the model at --model_name_or_path. Raises ValueError."""
     name = args.model_name_or_path
     model = load_frozen_value_model(name, template.tokenizer, args)
     metadata = read_metadata(name)

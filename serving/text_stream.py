@@ -9,7 +9,7 @@ _HALF = "\ufffd"  # what a decoder gives for bytes that are no whole character, 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said, and why it stopped there."""
+    """A model's response, and why it ended."""
 
     text: str
     token_ids: list[int]  # as sampled, the stop token included
@@ -17,11 +17,12 @@ class Answer:
 
 
 class TextStream:
-    """The text of one answer as it grows, given to `on_text`; a stop token is no part of it.
+    """The text of one response as it grows, passed to `on_text`, without a stop token.
 
-    Held back is what later tokens may change: the bytes of half a character, white space that may be the end,
-    and a beginning of one of the texts `stop`. White space around an answer is dropped, unless the stream
-    `keeps_space`. A tokenizer's tidying ("does n't" becomes "doesn't") is left out: it moves earlier text.
+    Text that later tokens may change is held back: the bytes of an incomplete character, white space that may
+    be the end, and the beginning of one of the texts in `stop`. White space around a response is stripped,
+    unless the stream `keeps_space`. A tokenizer's clean-up ("does n't" becomes "doesn't") is left out: it
+    moves earlier text.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class TextStream:
         keeps_space: bool = False,
         on_text: Callable[[str], bool] | None = None,
     ) -> None:
-        """`on_text` returns whether no more text is wanted."""
+        """`on_text` returns whether the response should end."""
         self.tokenizer = tokenizer
         self.stop = stop
         self.keeps_space = keeps_space
@@ -43,13 +44,13 @@ class TextStream:
         self.is_cancelled = False  # by `on_text`
 
     def add(self, token_ids: Sequence[int]) -> bool:
-        """Take new tokens; return whether the answer shall end with them."""
+        """Add new tokens; return whether the response must end with them."""
         self.token_ids += token_ids
         self._give(self._decode(self.token_ids).rstrip(_HALF), is_whole=False)
         return self.is_stopped or self.is_cancelled
 
     def finish(self) -> Answer:
-        """Give out the rest; the whole answer."""
+        """Emit the rest; return the whole response."""
         self._give(self._decode(self.token_ids), is_whole=True)
         is_finished = self.is_stopped or self.token_ids[-1:] == [self.tokenizer.eos_token_id]
         reason = "stop" if is_finished else "length"
@@ -63,7 +64,7 @@ class TextStream:
         return text if self.keeps_space else text.lstrip()
 
     def _give(self, text: str, *, is_whole: bool) -> None:
-        """Give out what is new and certain in a text that is all of the answer or its beginning."""
+        """Emit what is new and final in a text that is the whole response or its beginning."""
         if self.is_stopped or self.is_cancelled:
             return
         stops = [index for index in map(text.find, self.stop) if index >= 0]
@@ -80,6 +81,6 @@ class TextStream:
             self.is_cancelled = self.on_text(new)
 
     def _num_awaiting_stop(self, text: str) -> int:
-        """How many characters at the end may be the beginning of a stop text."""
+        """Number of characters at the end that may be the beginning of a stop text."""
         lengths = [n for stop in self.stop for n in range(1, len(stop)) if text.endswith(stop[:n])]
         return max(lengths, default=0)

@@ -1,6 +1,6 @@
 """Code that the web servers share: sockets, validation of requests, error bodies, streams.
 
-Token and origin are looked at before a body is read: FastAPI's own dependencies come later.
+Token and origin are checked before a body is read: FastAPI's own dependencies come later.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ _OPENAI_KINDS = {401: "authentication_error", 403: "permission_error", 500: "ser
 
 
 def bind(host: str, port: int, problems: Problems) -> socket.socket | None:
-    """Listening socket, or None after adding the problem; requests wait from here on."""
+    """Listening socket, in which requests wait from now on; None after adding the problem."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
@@ -53,7 +53,9 @@ def bind(host: str, port: int, problems: Problems) -> socket.socket | None:
 
 
 def is_loopback(bound: socket.socket) -> bool:
-    """Whether no other machine reaches a bound socket: by its address, for a name may lead anywhere."""
+    """Whether a bound socket is reachable from this machine only, by its address: a name may resolve to
+    any.
+    """
     return ipaddress.ip_address(bound.getsockname()[0]).is_loopback
 
 
@@ -64,7 +66,7 @@ def address_of(bound: socket.socket) -> str:
 
 
 def run_server(app: Callable, bound: socket.socket) -> None:
-    """Answer until Ctrl-C; a page that still waits for an answer does not keep the server from ending."""
+    """Serve until Ctrl-C; a page that still waits for a response does not delay the end."""
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
     uvicorn.Server(config).run(sockets=[bound])
 
@@ -73,9 +75,9 @@ def run_server(app: Callable, bound: socket.socket) -> None:
 
 
 class Refused(HTTPException):
-    """A request that is rejected: HTTP's status, what is wrong, and the cure.
+    """A rejected request: HTTP status, what is wrong, and the cure.
 
-    `param` names the field and `code` is OpenAI's word, for the clients of its protocol.
+    `param` names the field and `code` is OpenAI's error code, for clients of its protocol.
     """
 
     def __init__(self, status: int, detail: str, param: str | None = None, code: str | None = None) -> None:
@@ -88,7 +90,7 @@ class Refused(HTTPException):
 
 
 def error_body(error: Refused, path: str) -> dict[str, Any]:
-    """Body of an error: `{"detail": ...}`, or what OpenAI's clients read where the path is theirs."""
+    """Body of an error: `{"detail": ...}`, or OpenAI's form if the path belongs to its API."""
     detail = error.detail.encode(errors="backslashreplace").decode()  # half characters of a request
     if not f"{path}/".startswith("/v1/"):
         return {"detail": detail}
@@ -108,13 +110,15 @@ def server_error(error: Exception) -> Refused:
 
 
 def build_app(max_request_bytes: int) -> FastAPI:
-    """Application without routes; a longer body is not read, and every error is one line of JSON."""
+    """Application without routes; a body that is too long is not read, and every error is one line of
+    JSON.
+    """
     # No page of documentation: it would load scripts from elsewhere.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, max_body_size=max_request_bytes)
 
     @app.exception_handler(RequestValidationError)
     def refuse_body(request: Request, error: RequestValidationError) -> Response:
-        """Name the first wrong field; the library's own answer repeats the whole request."""
+        """Name the first wrong field; the library's own response repeats the whole request."""
         wrong = error.errors()[0]
         # Fields and numbers; pydantic's names of kinds among them are no part of the request.
         place = [part for part in map(str, wrong["loc"]) if part.isalnum() or part.isidentifier()]
@@ -136,7 +140,7 @@ def build_app(max_request_bytes: int) -> FastAPI:
 
     @app.exception_handler(Exception)
     def report(request: Request, error: Exception) -> Response:
-        """Answer with a device's or a library's error; the server's log has all of it."""
+        """Respond with a device's or a library's error; the server's log has all of it."""
         return error_response(server_error(error), request.url.path)
 
     return app
@@ -152,11 +156,11 @@ def _too_large(limit: int) -> Refused:
 @dataclass
 class Guard:
     """An ASGI application around another: it checks a request before its body is read, and adds headers to
-    all answers.
+    all responses.
 
-    A server that `is_local` takes the names of the loopback alone, for a foreign name that leads here is DNS
-    rebinding. A request with an Origin must come from this very server's page. With a `token` it must bear
-    that, but for `open_paths`. A body that announces more than the application takes is not read at all.
+    A server that `is_local` accepts the loopback's host names only: any other name that resolves here is DNS
+    rebinding. A request with an Origin must come from this server's page. With a `token` it must carry that,
+    except for `open_paths`. A body with an announced length above the limit is not read at all.
     """
 
     app: FastAPI
@@ -181,7 +185,7 @@ class Guard:
         await app(scope, receive, send_with_headers)
 
     def _check(self, path: str, headers: Headers) -> None:
-        """Raise Refused for a request that is not answered."""
+        """Raise Refused for a request that must be rejected."""
         host = headers.get("host", "").lower()
         if self.is_local and re.sub(r":\d*$", "", host) not in _LOOPBACK_NAMES:
             names = ", ".join(_LOOPBACK_NAMES)
@@ -210,7 +214,7 @@ _END = object()
 
 
 async def stream_from_thread(work: Work, failed: Callable[[Exception], Any]) -> AsyncIterator[Any]:
-    """Yield what `work` emits in a thread, in order; `failed` makes the last item of what it raises."""
+    """Yield what `work` emits in a thread, in order; `failed` turns an exception into the last item."""
     loop = asyncio.get_running_loop()
     items = asyncio.Queue[Any]()
     is_gone = threading.Event()

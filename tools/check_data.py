@@ -1,10 +1,10 @@
 """Shows what a step will train on: counts, decoded rows with their masks, lengths, bad rows.
 
-python -m tools.check_data --stage 1 --model_name_or_path MODEL --data_path FILE
+    python -m tools.check_data --stage 1 --model_name_or_path MODEL --data_path FILE
 
-The flags are those of the step. The rows are made as the step makes them; those of a lone data set stay in
-its token cache. Only the tokenizer is loaded. The last line is the verdict; exit code 1 where the step could
-not use the data.
+The flags are those of the step. The rows are built as the step builds them; those of a single data set stay
+in its token cache. Only the tokenizer is loaded. The last line is the verdict; the exit code is 1 if the step
+could not use the data.
 """
 
 import dataclasses
@@ -46,13 +46,13 @@ NUM_BINS, BAR_WIDTH = 8, 40
 
 @dataclass
 class CheckDataArguments(StageArguments):
-    """How the rows are shown."""
+    """Display of the rows."""
 
     num_samples: int = flag(3, "rows shown of each data set", low=0)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Check the flags, then make, show and judge the rows of every data set."""
+    """Check the flags, then build, print and assess the rows of every data set."""
     transformers.logging.set_verbosity_error()
     problems = Problems()
     args = parse_step_args(CheckDataArguments, argv, description=__doc__.splitlines()[0], problems=problems)
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def check_flags(args: Any, options: DataOptions, problems: Problems) -> Template:
-    """The template when all flags are right, else leave with all that are not."""
+    """The template if all flags are valid; else exits with all problems."""
     import_plugins(args.plugins, problems)
     for problem in options.problems():
         problems.add(problem)
@@ -105,14 +105,14 @@ def check_flags(args: Any, options: DataOptions, problems: Problems) -> Template
 
 
 def build_source(options: DataOptions, template: Template) -> StageData:
-    """The rows of a data set. Raises ValueError: the step could not use it."""
+    """The rows of a data set. Raises ValueError if the step could not use it."""
     if problems := check_sources(options, template.tokenizer):
         raise ValueError("\n".join(problems))
     return build_data(options, template)
 
 
 def show_source(data: StageData, options: DataOptions, num_samples: int, template: Template) -> None:
-    """Print all there is to say of one data set: its counts, its lengths, then rows evenly spaced over it."""
+    """Print counts and lengths of one data set, then rows evenly spaced over it."""
     first, *others = (line.removeprefix(f"{data.report.kind} data: ") for line in data.report.lines())
     CONSOLE.print(first)
     for line in others:
@@ -129,7 +129,7 @@ def show_source(data: StageData, options: DataOptions, num_samples: int, templat
 
 
 def part_lengths(row: dict[str, Any]) -> dict[str, int]:
-    """Tokens of each part of a row of any step; the last is what a batch is as wide as."""
+    """Token counts of each part of a row of any step; the last is what a batch is as wide as."""
     if "prompt_ids" in row:
         return {"prompt": len(row["prompt_ids"])}
     if "input_ids" in row:
@@ -144,7 +144,7 @@ def part_lengths(row: dict[str, Any]) -> dict[str, int]:
 
 
 def length_lines(table: TokenTable) -> list[str]:
-    """A table of the parts of MAX_MEASURED rows at most, then the last of them as a histogram."""
+    """A table of the parts of at most MAX_MEASURED rows, then a histogram of the last of them."""
     rows = [part_lengths(table[i]) for i in range(0, len(table), -(-len(table) // MAX_MEASURED))]
     lines = [f"{'tokens':<12}" + "".join(f"{name:>9}" for name in ("min", "median", "p95", "max"))]
     for name in rows[0]:
@@ -165,8 +165,8 @@ def length_lines(table: TokenTable) -> list[str]:
 
 
 def sample_lines(row: dict[str, Any], options: DataOptions, template: Template) -> list[Text]:
-    """A row's name and lengths, then its text behind a margin: the prompt of answers once, then each answer;
-    then the fields of a prompt.
+    """A row's name and lengths, then its text with a margin: for responses the prompt once, then each
+    response; then the fields of a prompt.
     """
     parts = part_lengths(row)
     facts = ", ".join(f"{name} {tokens}" for name, tokens in parts.items()) + " tokens"
@@ -200,10 +200,10 @@ def sample_lines(row: dict[str, Any], options: DataOptions, template: Template) 
 def spans_of(
     ids: list[int], loss_mask: list[bool], template: Template, *, start: int = 0, style: str = LEARNED
 ) -> list[Span]:
-    """The tokens from `start` on as spans of one style each; `style` is that of scored ones.
+    """Tokens from `start` on as spans of one style each; `style` marks scored ones.
 
     A span's text is what its tokens add to the text of all before them: decoded alone, the tokens of some
-    tokenizers lose the space at their start.
+    tokenizers lose their leading space.
     """
     special_ids = {*template.tokenizer.all_special_ids, template.eot_id}
     styles = [style if is_scored else CONTEXT for is_scored in loss_mask]
@@ -220,7 +220,7 @@ def spans_of(
 
 
 def show(spans: list[Span]) -> Text:
-    """Spans end to end, long ones shortened; without colours `[[` and `]]` surround what is scored."""
+    """Spans end to end, long ones shortened; without colours `[[` and `]]` surround scored text."""
     shown = [(shorten(visible(text)), style) for text, style in spans]
     if CONSOLE.color_system and not CONSOLE.no_color:
         return Text.assemble(*shown)

@@ -1,12 +1,12 @@
 """Compares our passes of a saved model with transformers' own: one line with a number per check.
 
-python -m tools.check_model MODEL
-python -m tools.check_model MODEL --dtype bf16 --tp_sizes 2 4
+    python -m tools.check_model MODEL
+    python -m tools.check_model MODEL --dtype bf16 --tp_sizes 2 4
 
 MODEL is a causal LM: a folder or a hub name. Log-probabilities, cached decoding and tensor-parallel slices
 are compared with transformers' plain pass over the same weights, one row at a time. Weights are in memory
-once; the tensor-parallel ranks, which come last, load their own. The last line is the verdict; exit code 1
-where a check failed.
+once; the tensor-parallel ranks, which come last, load their own. The last line is the verdict; the exit code
+is 1 if a check failed.
 
 # S rows, T tokens of the longest, N scored tokens, V vocabulary
 """
@@ -59,7 +59,7 @@ Rows = list[list[int]]
 
 @dataclass
 class CheckModelArguments(TokenizerArguments):
-    """What is checked, and how much of it."""
+    """What to check, and how much of it."""
 
     path: str = flag(REQUIRED, "the model, a folder or a hub name; as the first word it needs no --path")
     dtype: str = flag("fp32", "weights and activations; fp32 shows errors best", choices=("fp32", "bf16"))
@@ -71,7 +71,7 @@ class CheckModelArguments(TokenizerArguments):
 
 
 class Finding(NamedTuple):
-    """One line of the report; `is_ok` None is a remark that decides nothing."""
+    """One line of the report; a note has `is_ok` None and does not affect the verdict."""
 
     name: str
     text: str
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def check_flags(args: CheckModelArguments, problems: Problems) -> PreTrainedTokenizerFast:
-    """The tokenizer, or leave with all that is wrong."""
+    """The tokenizer; exits with all problems if there are any."""
     import_plugins(args.plugins, problems)
     config = startup.check_model("--path", args.path, args, problems)
     tokenizer = startup.check_tokenizer("--path", args.path, args, problems) if config else None
@@ -123,7 +123,7 @@ def check_flags(args: CheckModelArguments, problems: Problems) -> PreTrainedToke
 def find_all(
     args: CheckModelArguments, tokenizer: PreTrainedTokenizerFast, problems: Problems
 ) -> Iterator[Finding]:
-    """Load the model and yield all findings, or leave when it cannot be loaded."""
+    """Load the model and yield all findings; exits if it cannot be loaded."""
     options = ModelOptions(args.path, args.dtype, 0.0, trust_remote_code=args.trust_remote_code)
     with startup.as_problem(problems):
         model = load_causal_lm(options, num_token_ids(tokenizer)).to(distributed.device()).eval()
@@ -148,7 +148,9 @@ def find_all(
 
 
 def guarded(name: str, findings: Iterator[Finding]) -> Iterator[Finding]:
-    """Yield what a check finds; what it raises is a failure of this name, and the next check still runs."""
+    """Yield the findings of a check; an exception becomes a failure with this name, and the next check still
+    runs.
+    """
     try:
         yield from findings
     except Exception as error:  # the model's own code raises what it likes, and that it does is the finding
@@ -169,27 +171,27 @@ def build_rows(tokenizer: PreTrainedTokenizerFast) -> Rows:
 
 
 def tolerance_of(dtype: torch.dtype, largest: float) -> float:
-    """How far apart numbers up to `largest` may be that are computed in different orders."""
+    """Largest difference between numbers up to `largest` that are computed in different orders."""
     return RELATIVE[dtype] * max(largest, 1.0)
 
 
 def compare(name: str, own: torch.Tensor, expected: torch.Tensor, tolerance: float, why: str) -> Finding:
-    """The finding on two tensors of one shape; NaN in either is a failure. `why` it matters."""
+    """The finding on two tensors of one shape; NaN in either is a failure. `why` says what depends on it."""
     difference = float((own.double() - expected.double().to(own.device)).abs().max())
     text = f"largest difference {difference:.1e}, at most {tolerance:.1e}  ({why})"
     return Finding(name, text, difference <= tolerance)
 
 
 def use_torchs_attention(model: PreTrainedModel) -> None:
-    """Have the model compute by torch's attention in the place of a kernel that we chose."""
+    """Have the model compute with torch's attention in place of our kernel."""
     if attention_of(model) in KERNELS:
         model.set_attn_implementation(plain_attention(model))
 
 
 @torch.inference_mode()
 def check_logprobs(model: PreTrainedModel, rows: Rows, num_tokens: int) -> Iterator[Finding]:
-    """Yield log-probabilities of all tokens but each row's first, of padded rows, and of packed ones if they
-    can be.
+    """Yield findings on the log-probabilities of all tokens but each row's first, of padded rows and, if
+    possible, of packed ones.
     """
     forms = {"log-probabilities": False} | ({"packed rows": True} if takes_packed(model) else {})
     own = {
@@ -213,7 +215,7 @@ def check_generation(
     max_new_tokens: int,
 ) -> Iterator[Finding]:
     """Yield whether cached decoding, in fewer slots than there are prompts, takes transformers' likeliest
-    tokens and gives them transformers' log-probabilities.
+    tokens with transformers' log-probabilities.
     """
     # Different ends: a prompt that waits enters while others are in their middle.
     limits = torch.tensor([max(max_new_tokens - 2 * (i % 3), 1) for i in range(len(rows))])
@@ -235,8 +237,8 @@ def check_generation(
 
 
 def likeliest_finding(gaps: torch.Tensor, tie: float) -> Finding:
-    """Whether each token of greedy texts is transformers' likeliest; `gaps` (N,) is what their logits
-    lack to the largest, and less than `tie` is a tie.
+    """Whether each token of greedy texts is transformers' likeliest; `gaps` (N,) is the difference of its
+    logit to the largest, and a difference below `tie` is a tie.
     """
     num_right = int((gaps < tie).sum())  # NaN is no tie
     text = f"{num_right} of {len(gaps)} tokens are transformers' likeliest: a logit is at most"
@@ -248,7 +250,7 @@ def likeliest_finding(gaps: torch.Tensor, tie: float) -> Finding:
 
 
 def choose_sizes(model: nn.Module, asked: Sequence[int]) -> tuple[list[Finding], list[int]]:
-    """Findings on sizes that do not work, and the sizes to run: without `asked` the smallest that do."""
+    """Findings on sizes that do not work, and the sizes to run: by default the smallest that work."""
     wanted = list(asked) or [size for size in working_tp_sizes(model) if size <= MAX_DEFAULT_SIZE]
     findings = []
     for size in wanted if max(wanted) > 1 else [2]:  # where none is wanted, a remark on why 2 would not work
@@ -262,7 +264,7 @@ def choose_sizes(model: nn.Module, asked: Sequence[int]) -> tuple[list[Finding],
 
 
 class RankJob(NamedTuple):
-    """What the ranks of one size compute; each loads the model that `load_causal_lm` has of these."""
+    """Job of the ranks of one size; each loads the model as `load_causal_lm` does."""
 
     tp_size: int
     options: ModelOptions
@@ -292,8 +294,8 @@ def check_ranks(job: RankJob) -> Iterator[Finding]:
 
 
 def run_rank(rank: int, job: RankJob, folder: str) -> None:
-    """Compute with one rank's slices; the first writes logits of the slices and of the whole model. Every
-    rank must call this.
+    """Compute with one rank's slices; the first rank writes logits of the slices and of the whole model.
+    Every rank must call this.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # there may be fewer GPUs than ranks
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
 """Checks whether this machine can run the programs: one line per requirement.
 
-A line is ok, a note, or a problem with its cure; the exit code is 1 where there is a problem. torch,
-transformers and deepspeed may be absent: then it says what to install.
+A line is ok, a note, or a problem with its cure; the exit code is 1 if there is a problem. torch,
+transformers and deepspeed may be missing: then it says what to install.
 """
 
 import importlib
@@ -23,7 +23,7 @@ Line = tuple[str, str, str]  # state, subject, result and cure
 
 
 def check_packages() -> Iterator[Line]:
-    """Compare Python and every line of requirements.txt with what is installed, and load the three."""
+    """Compare Python and every line of requirements.txt with what is installed, and import the three."""
     from packaging.requirements import Requirement
 
     state = OK if sys.version_info >= (3, 11) else PROBLEM
@@ -54,7 +54,7 @@ def try_import(name: str, cure: str) -> Line:
 
 
 def check_devices() -> Iterator[Line]:
-    """Name the GPUs that torch sees, and say where it does not see one that is there."""
+    """Name the GPUs that torch sees, and say why if it does not see one that is present."""
     import torch
 
     for index in range(torch.cuda.device_count()):

@@ -18,7 +18,7 @@ STEP_NAMES = {1: "step 1, SFT", 2: "step 2, reward model", 3: "step 3, PPO"}
 
 @dataclass
 class StageArguments:
-    """The step that is looked at."""
+    """Which step."""
 
     stage: int = flag(
         REQUIRED, "the step: 1 SFT, 2 reward model, 3 PPO; all of its flags are taken too", choices=(1, 2, 3)
@@ -26,16 +26,16 @@ class StageArguments:
 
 
 def with_step_flags(cls: type, stage: int) -> type:
-    """The dataclass `cls` with the flags of a step beside its own."""
+    """The dataclass `cls` with the flags of a step added."""
     return dataclasses.make_dataclass(cls.__name__, [], bases=(cls, STEPS[stage]))
 
 
 def parse_step_args(
     cls: type, argv: Sequence[str] | None = None, *, description: str = "", problems: Problems
 ) -> Any:
-    """The flags of `cls` and of the step that --stage names; leave where it names none.
+    """The flags of `cls` and of the step that --stage names; exits if it names none.
 
-    Flags of the step that the tool does not read are taken too, so that a run's whole command line will do.
+    Flags of the step that the tool does not use are accepted, so that a run's whole command line works.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

@@ -1,4 +1,4 @@
-"""Text for a terminal: colours, control characters spelled out. No torch here."""
+"""Text for a terminal: colours, escaped control characters. Imports no torch."""
 
 import unicodedata
 
@@ -9,7 +9,7 @@ CONSOLE = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def visible(text: str, kept: str = "\n") -> str:
-    """The text with control characters but `kept` spelled out: a row must not steer the terminal."""
+    """The text with control characters other than `kept` escaped: a row must not control the terminal."""
     parts = "\u200c\u200d"  # of words and of emoji
     hidden = {c for c in set(text) - set(kept + parts) if unicodedata.category(c) in ("Cc", "Cf", "Cs")}
     return "".join(c.encode("unicode_escape").decode() if c in hidden else c for c in text)

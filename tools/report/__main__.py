@@ -1,7 +1,7 @@
 """`python -m tools.report RUN_DIR... [--output FILE]`: one HTML file about one or more runs.
 
-Of several runs the curves lie over one another, and a table has their last values and the flags in which they
-differ. The file needs no other one, runs no script, and fetches nothing. Each program makes one at its end.
+For several runs the curves are overlaid, and a table has their last values and the flags in which they
+differ. The file is self-contained, runs no script, and fetches nothing. Each program writes one at its end.
 """
 
 import sys
@@ -18,14 +18,14 @@ from tools.report.page import write_report
 
 @dataclass
 class ReportArguments:
-    """Which runs, and where the page goes."""
+    """Which runs, and the output file."""
 
     run_dir: list[str] = flag([], "--output_dir of runs; as the first words they need no --run_dir")
     output: str = flag("", f"the page; empty: {REPORT} in the folder of the run, or here for several runs")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the page and say where it is; exit code 2 when there is nothing to show."""
+    """Write the page and print its path; exit code 2 if there is nothing to show."""
     problems = Problems()
     args = parse_args(
         ReportArguments, argv, description=__doc__.splitlines()[0], problems=problems, leading="run_dir"

@@ -53,13 +53,13 @@ def smooth(values: Sequence[float], width: int) -> list[float]:
 
 
 def is_noisy(values: Sequence[float]) -> bool:
-    """Whether values go up and down more than they go anywhere; a schedule, or a peak so far, does not."""
+    """Whether values fluctuate more than they change overall; a schedule, or a running peak, does not."""
     way = sum(abs(after - before) for before, after in itertools.pairwise(values))
     return way > NOISY_FROM * (max(values) - min(values))
 
 
 def join_on_steps(curves: Mapping[str, Curve], x: str, y: str) -> Curve:
-    """The values of `y` over those of `x` at the steps that have both; none where one is missing."""
+    """The values of `y` over those of `x` at the steps that both have; none if one is missing."""
     if x not in curves or y not in curves:
         return Curve([], [])
     of_x = dict(zip(curves[x].steps, curves[x].values, strict=True))
@@ -69,7 +69,7 @@ def join_on_steps(curves: Mapping[str, Curve], x: str, y: str) -> Curve:
 
 
 def spread(items: Sequence[Any], most: int) -> list[Any]:
-    """At most `most` items, evenly spread, the first and the last among them."""
+    """At most `most` items, evenly spaced, including the first and the last."""
     indexes = numpy.linspace(0, len(items) - 1, min(most, len(items))).round()
     return [items[int(index)] for index in indexes]
 
@@ -105,12 +105,12 @@ def draw_trail(axis: Axes, curve: Curve, color: str) -> None:
 
 
 def draw_bars(axis: Axes, curve: Curve, color: str) -> None:
-    """Draw a bar a value, through which those of other runs are seen."""
+    """Draw a translucent bar per value, so that those of other runs show through."""
     axis.bar(curve.steps, curve.values, color=color, alpha=0.5)
 
 
 def _style(axis: Axes, x_name: str) -> None:
-    """Set lines, margins, ticks, and the name of the horizontal axis, which stands behind its last tick."""
+    """Set lines, margins, ticks, and the name of the horizontal axis, after its last tick."""
     is_step = x_name == "step"
     axis.spines[["left", "top", "right"]].set_visible(False)
     axis.spines["bottom"].set_color(QUIET)
@@ -135,9 +135,9 @@ def render_svg(
     x_name: str = "step",
     draw: Draw = draw_curve,
 ) -> str:
-    """A panel as an <svg> to stand in a page; `label` is what a screen reader says.
+    """A panel as an <svg> element for a page; `label` is for screen readers.
 
-    Invisible circles with titles tell the numbers of points under the pointer: no script is needed.
+    Invisible circles with titles show the numbers of points under the pointer: no script is needed.
     """
     buffer = io.StringIO()
     with matplotlib.rc_context(SETTINGS):
@@ -161,7 +161,7 @@ def render_svg(
 
 
 def _wrap(names: Sequence[str], width: int) -> list[list[tuple[int, str]]]:
-    """Numbered names by line, of `width` letters at most where a name alone is not longer."""
+    """Numbered names by line, of at most `width` letters unless a single name is longer."""
     lines: list[list[tuple[int, str]]] = [[]]
     for item in enumerate(names):
         if lines[-1] and sum(len(name) + 2 for _, name in [*lines[-1], item]) > width:
@@ -173,7 +173,7 @@ def _wrap(names: Sequence[str], width: int) -> list[list[tuple[int, str]]]:
 def render_picture(panels: Mapping[str, Mapping[str, Curve]], x_name: str = "step") -> str:
     """{title: {name: curve}} as an SVG file: two columns of panels, in the colors of the page.
 
-    Names stand in their colors under the title of their panel, on as many lines as they need.
+    Names are printed in their colors under the title of their panel, on as many lines as they need.
     """
     style = re.search(r"<style>(.*?)</style>", PAGE.read_text(), re.S)[1]
     gap, letter, line = 16, 7.2, 18  # between panels; the width of a letter, the height of a line

@@ -1,7 +1,7 @@
 """Known patterns of reward hacking, policy collapse and overfitting; report.toml lists them.
 
-Each diagnostic is a rule on the numbers of a few metrics, stated beside what it saw. It is a reason to read
-samples, no proof.
+Each diagnostic is a rule on a few metrics, shown with the numbers that it saw. It is a reason to read
+samples, not a proof.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ DIAGNOSTICS: list[Diagnostic] = LAYOUT["anywhere"] + HACKING
 
 
 def find_diagnostics(curves: Curves) -> list[tuple[Diagnostic, str]]:
-    """Each diagnostic whose metrics have enough steps, with what is seen of it, "" for nothing."""
+    """Each diagnostic whose metrics have enough steps, with its observation, "" for none."""
     diagnostics = []
     for one in DIAGNOSTICS:
         min_steps = MIN_STEPS if one in HACKING else 1
@@ -76,7 +76,7 @@ def _gain(values: list[float]) -> float:
 
 
 def falling_rewards(curves: Curves) -> list[str]:
-    """Rewards, logged on their own, that fell and no longer agree with the score."""
+    """Rewards, each logged separately, that fell and no longer agree with the score."""
     moves = []
     for name in curves:
         other = name.removeprefix("objective/agreement_")

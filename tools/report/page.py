@@ -1,7 +1,7 @@
 """The report on runs: one self-contained HTML file without scripts.
 
 This module builds texts and charts; report.html is the layout, and escapes every text: markup in a sample is
-shown, and never run.
+shown, never run.
 """
 
 import re
@@ -34,7 +34,7 @@ Panel = dict[str, Any]
 def write_report(folders: Sequence[Path], output: Path) -> tuple[list[RunFiles], list[str]]:
     """Write the report on these folders to `output`; return what `read_runs` does.
 
-    Nothing is written when no folder has a run. Raises OSError when the file cannot be written.
+    Nothing is written if no folder has a run. Raises OSError if the file cannot be written.
     """
     runs, problems = read_runs(folders)
     if runs:
@@ -43,7 +43,7 @@ def write_report(folders: Sequence[Path], output: Path) -> tuple[list[RunFiles],
 
 
 def build_page(runs: Sequence[RunFiles], problems: Sequence[str] = ()) -> str:
-    """The report on these runs as HTML; `problems` are of folders that are not shown."""
+    """The report on these runs as HTML; `problems` are those of folders that are not shown."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -70,7 +70,7 @@ def build_page(runs: Sequence[RunFiles], problems: Sequence[str] = ()) -> str:
 
 
 def _build_panels(runs: Sequence[RunFiles], metrics: Sequence[str]) -> dict[str, Any]:
-    """Panels of the page's sections; `rest` are those of no other, by group."""
+    """Panels of the page's sections; `rest` are those in no section, by group."""
     overview = LAYOUT["panels"]["overview"]
     hacking = LAYOUT["panels"]["hacking"]
     shares = [name for histogram in LAYOUT["histograms"] for name in histogram["metrics"]]
@@ -103,13 +103,13 @@ def build_panel(runs: Sequence[RunFiles], name: str) -> Panel:
 
 
 def build_trail(runs: Sequence[RunFiles], trail: dict[str, Any]) -> list[Panel]:
-    """Panel of the score against a metric, a point a step by time; [] without points."""
+    """Panel of the score against a metric, one point per step in order; [] without points."""
     curves = [(i, r.name, join_on_steps(r.curves, trail["x"], "objective/score")) for i, r in enumerate(runs)]
     return _draw(trail, [colored for colored in curves if len(colored[2].steps) > 1], draw_trail)
 
 
 def build_histogram(runs: Sequence[RunFiles], histogram: dict[str, Any]) -> list[Panel]:
-    """Panel of metrics that are shares, a bar each, at the last step; [] without them."""
+    """Panel of metrics that are shares, one bar each, at the last step; [] without them."""
     names = histogram["metrics"]
     places = list(range(1, len(names) + 1))
     curves = [
@@ -136,10 +136,10 @@ def as_duration(seconds: float) -> str:
 
 
 def find_phases(run: RunFiles) -> dict[str, float]:
-    """Seconds of each phase, all of the run's clock together; phases without any are left out.
+    """Seconds of each phase, summed over the run; phases without any are left out.
 
-    A phase is any perf/PHASE_seconds but those of whole steps; "outside steps" is what no step counted: the
-    start, data, exports.
+    A phase is any perf/PHASE_seconds but those of whole steps; "outside steps" is the rest: start, data,
+    exports.
     """
     names = LAYOUT["phases"]
     matches = [re.fullmatch(r"perf/(\w+)_seconds", metric) for metric in run.curves]
@@ -154,14 +154,14 @@ def find_phases(run: RunFiles) -> dict[str, float]:
 
 
 def differing_flags(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
-    """Value in each run, or None, of every flag that is not the same in all runs."""
+    """Value in each run, or None, of every flag that differs between runs."""
     names = sorted({name for run in runs for name in run.flags} - NOT_COMPARED)
     values = {name: [run.flags.get(name) for run in runs] for name in names}
     return {name: of for name, of in values.items() if any(value != of[0] for value in of)}
 
 
 def fact_rows(columns: Mapping[str, Facts]) -> list[tuple[str, list[str]]]:
-    """Rows of a table: a fact's name, and its text in every column, a dash where it has none."""
+    """Rows of a table: a fact's name, and its text in every column, a dash if it has none."""
     names = dict.fromkeys(name for facts in columns.values() for name in facts)
     return [(name, [facts.get(name, "–") for facts in columns.values()]) for name in names]
 

@@ -19,7 +19,9 @@ KINDS = {"sft": "sft", "objective": "ppo", "eval": "ppo", "reward": "reward", "d
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric of a run over its steps, or over another metric; a step comes once, with its last value."""
+    """One metric of a run over its steps, or over another metric; each step occurs once, with its last
+    value.
+    """
 
     steps: list[float]
     values: list[float]
@@ -53,7 +55,7 @@ class RunFiles:
 
     @property
     def seconds(self) -> float:
-        """The newest of the run's clock, stops left out; 0 when it does not say."""
+        """The newest value of the run's clock, without the time between starts; 0 if unknown."""
         return max((row.get("seconds", 0.0) for row in self.rows), default=0.0)
 
     @cached_property
@@ -63,20 +65,20 @@ class RunFiles:
 
     @property
     def kind(self) -> str:
-        """`sft`, `reward`, `dpo`, `kto`, `ppo` or ``, by the groups of the metrics."""
+        """`sft`, `reward`, `dpo`, `kto`, `ppo` or "", by the groups of the metrics."""
         groups = {name.split("/")[0] for name in self.curves}
         return next((kind for group, kind in KINDS.items() if group in groups), "")
 
     @property
     def state(self) -> str:
-        """How far the run is."""
+        """Progress of the run, as text."""
         if self.has_finished or 0 < self.num_steps <= self.last_step:
             return f"finished, {self.last_step} steps"
         return f"step {self.last_step} of {self.num_steps}" if self.num_steps else f"{self.last_step} steps"
 
 
 def read_run(folder: Path, name: str = "") -> RunFiles:
-    """All that can be read of a run's folder. Raises ValueError when it has nothing of one."""
+    """Everything readable in a run's folder. Raises ValueError if it is not a run's."""
     if not (folder / METRICS).is_file() and not (folder / ARGS_FILE).is_file():
         if not folder.exists():
             raise ValueError(f"{folder} does not exist")
@@ -107,7 +109,7 @@ def read_run(folder: Path, name: str = "") -> RunFiles:
 def read_runs(folders: Sequence[Path]) -> tuple[list[RunFiles], list[str]]:
     """The runs that can be read, and what is wrong with the other folders.
 
-    A run is named by its folder's path below the folder that holds all of them.
+    A run is named by its folder's path relative to the folder that holds all of them.
     """
     runs, problems = [], []
     paths = [folder.resolve() for folder in folders]
@@ -121,7 +123,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[RunFiles], list[str]]:
 
 
 def build_curves(rows: Sequence[Row]) -> dict[str, Curve]:
-    """{metric: its values over the steps}; what is not finite was written as null, and is a gap."""
+    """{metric: its values over the steps}; non-finite values were written as null, and are gaps."""
     points: dict[str, dict[int, float]] = {}
     for row in rows:
         for name, value in row.items():
@@ -131,7 +133,7 @@ def build_curves(rows: Sequence[Row]) -> dict[str, Curve]:
 
 
 def read_rows(path: Path, notes: list[str]) -> list[Row]:
-    """The rows of a run's .jsonl, none where it is missing; add a note on lines that are torn."""
+    """Rows of a run's .jsonl file, none if it is missing; adds a note on torn lines."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []
     rows, torn = [], []
     for number, line in enumerate(lines, start=1):

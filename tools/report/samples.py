@@ -22,7 +22,7 @@ Changes = list[tuple[str, str]]  # parts of a text: ("same" | "new" | "gone", te
 
 @dataclass
 class Answer:
-    """One line of samples.jsonl; `index` tells the answers of one step to one prompt apart."""
+    """One line of samples.jsonl; `index` distinguishes the responses to one prompt at one step."""
 
     step: int
     run: int
@@ -35,9 +35,9 @@ class Answer:
 
 
 def find_changes(before: str, after: str) -> Changes:
-    """The parts of both texts in order: without `gone` they are `after`, without `new` `before`.
+    """Parts of both texts in order: without `gone` they are `after`, without `new` `before`.
 
-    Texts that have hardly a word in common give `after` alone, as new.
+    Texts with hardly a word in common give `after` alone, as new.
     """
     old = _WORD.findall(before)
     new = _WORD.findall(after)
@@ -56,7 +56,7 @@ def find_changes(before: str, after: str) -> Changes:
 
 
 def group_answers(runs: Sequence[RunFiles]) -> dict[str, list[Answer]]:
-    """{prompt: its answers}, by step, then by run."""
+    """{prompt: its responses}, by step, then by run."""
     groups: dict[str, list[Answer]] = {}
     for number, run in enumerate(runs):
         seen: Counter[tuple[str, int]] = Counter()
@@ -71,7 +71,7 @@ def group_answers(runs: Sequence[RunFiles]) -> dict[str, list[Answer]]:
 
 
 def mark_changes(answers: Sequence[Answer]) -> None:
-    """Compare each answer with its run's one before, else with the first run's of its step."""
+    """Compare each response with its run's previous one, or else with the first run's of its step."""
     of_run: dict[tuple[int, int], Answer] = {}
     of_step: dict[tuple[int, int], Answer] = {}
     for answer in answers:
@@ -84,7 +84,7 @@ def mark_changes(answers: Sequence[Answer]) -> None:
 
 
 def build_samples(runs: Sequence[RunFiles]) -> dict[str, Any]:
-    """`cards`: prompts that were answered several times, `singles`: once, by step, and `num_singles`.
+    """`cards`: prompts with several responses, `singles`: with one, by step, and `num_singles`.
 
     Each has `prompt`, `row_id`, `num_steps` and `answers` with their changes.
     """
@@ -113,6 +113,6 @@ def _build_card(prompt: str, answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def cut(text: str, most: int = MAX_CHARACTERS) -> str:
-    """The text without space around it, its end replaced by a count where it is too long."""
+    """The text stripped, its end replaced by a count if it is too long."""
     text = text.strip()
     return text if len(text) <= most else f"{text[:most]} [... {len(text) - most:,} characters]"
