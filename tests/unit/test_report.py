@@ -121,7 +121,7 @@ def test_the_page_has_the_numbers(tmp_path):
     page = page_of(write_run(tmp_path / "ppo", rows, flags={"seed": 7, "kl_coef": 0.1}, about=about))
     for text in ("step 30 of 40", "0:01:40", "2 × GPU X", "9.9", "abc", "1, 1 × not finite",
                  "60 of 99 raw rows", "truncated2, 2.5 %", "passes over the rows1.50",
-                 "held-out prompts, against the answers before training"):  # fmt: skip
+                 "held-out prompts, against the responses before training"):  # fmt: skip
         assert text in page.text, text
     assert sum(tag == "tr" and of.get("class") == "bad" for tag, of in page.tags) == 1, "torch has changed"
     tiles = page.text[: page.text.index("Curves")]
@@ -245,9 +245,9 @@ def test_a_sound_run_shows_nothing_and_few_steps_say_nothing():
 HACKS = {
     "The score falls while KL rises (over-optimisation)": (
         {SCORE: lambda s: min(s, 60 - s), KL: lambda s: s / 5}, {KL: lambda s: 6.0}),
-    "The score stands still while KL rises": (
+    "The score stagnates while KL rises": (
         {SCORE: lambda s: min(s, 20), KL: lambda s: s / 5}, {KL: lambda s: min(s, 20) / 5 + s / 100}),
-    "The score is paid for length": (
+    "The score is bought with length": (
         {CORRELATION: lambda s: s / 130, TOKENS: lambda s: 20 + s}, {TOKENS: lambda s: 20.0}),
     "Responses do not end": (
         {FINISHED: lambda s: 1 - s / 130}, {FINISHED: lambda s: 1 - s / 200}),
@@ -286,16 +286,16 @@ def test_weak_judges_and_skipped_steps_are_told_with_their_numbers():
     of |= {"eval_length_correlation": -0.7}
     rows = [{"step": 1, "perf/bad_steps": 3} | {f"reward/{name}": value for name, value in of.items()}]
     assert {one["title"]: seen for one, seen in find_diagnostics(build_curves(rows))} == {
-        "Steps were skipped": "3 steps were refused",
-        "The reward model is a weak judge": (
-            "it ranks 55.0 % of 8 held-out pairs rightly (95 % interval 30.0 to 80.0 %)"
+        "Steps were skipped": "3 steps were skipped",
+        "The reward model is barely better than chance": (
+            "it ranks 55.0 % of 8 held-out pairs correctly (95 % interval 30.0 to 80.0 %)"
         ),
-        "The reward model judges by length": "held-out scores and lengths correlate by -0.7",
+        "The reward model prefers length": "held-out scores and lengths correlate by -0.7",
     }
 
 
 def test_chosen_answers_that_lose_probability():
-    title = ["Chosen answers lose probability, too"]
+    title = ["Chosen answers lose probability too"]
     for chosen, rejected, seen in ((-1.0, -2.5, title), (-1.0, -4.0, []), (0.5, -2.0, [])):
         rewards = {"dpo__eval_chosen_reward": chosen, "dpo__eval_rejected_reward": rejected}
         assert seen_in(**{name: lambda s, v=value: v for name, value in rewards.items()}) == seen
@@ -305,7 +305,7 @@ def test_a_finding_stands_on_the_page_with_its_rule(tmp_path):
     rows = over_steps(50, **PPO | {"rollout__distinct_2": lambda s: 0.9 - s / 100})
     text = page_of(write_run(tmp_path, rows)).text
     assert "Responses repeat each other, or themselves: distinct-2 went from 0.845 to 0.445." in text
-    assert "Rule: distinct-2, the share of token pairs" in text
+    assert "Rule: distinct-2, the share of distinct token pairs" in text
     assert "1 of the 6 patterns that were looked for can be seen" in text
 
 
