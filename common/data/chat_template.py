@@ -1,6 +1,6 @@
 """Chat templates: the tokenizer's own as a template for rows; templates by name.
 
-A row is cut out of the text that the template renders of its conversation, as other programs render it.
+A row is cut out of the text that the template renders for its conversation, as other programs render it.
 """
 
 import json
@@ -26,7 +26,7 @@ BORDER_TOKENS = 4  # that may come out otherwise at the sides of a gap
 
 
 class OtherEndOfTurn(ValueError):
-    """A chat template ends a turn by `token`, which is not the tokenizer's eos."""
+    """A chat template ends a turn with `token`, which is not the tokenizer's EOS."""
 
     def __init__(self, token: str, reason: str) -> None:
         super().__init__(reason)
@@ -34,17 +34,17 @@ class OtherEndOfTurn(ValueError):
 
 
 class ChatTemplate(Template):
-    """The tokenizer's own chat template: a row is the text that it renders, to the letter."""
+    """The tokenizer's own chat template: a row is exactly the text that it renders."""
 
     name = "chat"
     keeps_headers = True
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, variables: str = "") -> None:
-        """Find by probes the end of a reply, the text behind it, and the key of a thought.
+        """Find the end of a reply, the text after it, and the key of a thought by rendering probes.
 
-        `variables` is a JSON object that every rendering gets. Raises ValueError: it is no object, there is
-        no chat template, or that leaves texts out or does not end a turn; OtherEndOfTurn: it ends a turn by
-        another token than the tokenizer's eos.
+        `variables` is a JSON object passed to every rendering. Raises ValueError if it is not an object, or
+        the chat template is missing, leaves texts out or does not end a turn; OtherEndOfTurn if it ends a
+        turn with another token than the tokenizer's EOS.
         """
         super().__init__(tokenizer)
         if not tokenizer.chat_template:
@@ -74,7 +74,9 @@ class ChatTemplate(Template):
                     self._thought_key = key
 
     def _check_end(self, end: str) -> None:
-        """Raise where a reply is followed by another token than eos, or by none and a turn by one."""
+        """Raise if a reply is followed by a token other than EOS, or by none although one begins the next
+        turn.
+        """
         if end.strip().startswith(self.eot_token):
             return
         after = self._render([*EXCHANGE, EXCHANGE[0]]).partition(EXCHANGE[1].content)[2]
@@ -94,7 +96,7 @@ class ChatTemplate(Template):
 
     @property
     def chat_template(self) -> Any:
-        """See `Template.chat_template`; variables that a caller does not give have the values of training."""
+        """See `Template.chat_template`; variables that a caller leaves out have their values of training."""
         defaults = "".join(
             f"{{%- if {name} is not defined -%}}{{%- set {name} = {json.dumps(value)} -%}}{{%- endif -%}}"
             for name, value in self._variables.items()
@@ -107,7 +109,7 @@ class ChatTemplate(Template):
     def _segments(
         self, prompt: tuple[Message, ...], reply: Message | None, learn_all_turns: bool, tools: str
     ) -> list[Segment]:
-        """See `Template.segments`. Every piece is cut out of the text that the template renders."""
+        """See `Template.segments`. Every segment is cut out of the text that the template renders."""
         if reply is None:
             return [Segment(self._ask(prompt, tools), False)]
         whole = (*prompt, reply)
@@ -123,7 +125,9 @@ class ChatTemplate(Template):
         return pieces
 
     def _ask(self, prompt: Sequence[Message], tools: str) -> str:
-        """The text by which the template asks for a reply. Raises BadRow: it leaves a part of the row out."""
+        """The text with which the template asks for a reply. Raises BadRow if it leaves a part of the row
+        out.
+        """
         text = self._render(prompt, tools, add_generation_prompt=True)
         names = [tool_name(tool) for tool in json.loads(tools or "[]")]
         names += [name for message in prompt for name in called_tools(message)]
@@ -134,7 +138,7 @@ class ChatTemplate(Template):
     def _last_turn(self, conversation: Sequence[Message], tools: str) -> tuple[str, str]:
         """The text up to a conversation's last reply, and the reply up to its end-of-turn token.
 
-        Raises BadRow: the template does not show the reply where it asks for it, or not all of it.
+        Raises BadRow if the rendered reply does not follow the generation prompt, or is incomplete.
         """
         *prompt, reply = conversation
         asked, shown = self._ask(prompt, tools), self._render(conversation, tools)
@@ -164,7 +168,7 @@ class ChatTemplate(Template):
         return asked, text
 
     def _cure(self, conversation: Sequence[Message], shown: str) -> str:
-        """The cure by which the template asks for a reply as it shows it."""
+        """A cure with which the template's generation prompt agrees with how it renders the reply."""
         *prompt, reply = conversation
         for name in ("enable_thinking", "thinking"):
             if shown.startswith(self._render(prompt, add_generation_prompt=True, **{name: False})):
@@ -190,7 +194,7 @@ class ChatTemplate(Template):
         return text
 
     def shorten(self, prompt: Sequence[Message], max_tokens: int, tools: str = "") -> tuple[Message, ...]:
-        """See `Template.shorten`; a question that is too long alone loses its middle."""
+        """See `Template.shorten`; a single question that is too long loses its middle."""
         *head, last = super().shorten(prompt, max_tokens, tools)
         text = last.content.strip()
         spans = self._fast.encode(text, add_special_tokens=False).offsets
@@ -215,7 +219,7 @@ class ChatTemplate(Template):
             raise BadRow(f"the chat template refuses this dialogue: {error}") from error
 
     def _turn(self, message: Message) -> dict[str, Any]:
-        """A message as the template reads it: a row's turn to the letter, else without white space around."""
+        """A message as the template reads it: a turn of a row unchanged, other texts stripped."""
         content = self._without_eot(message.content) if message.role == "assistant" else message.content
         is_to_the_letter = isinstance(message, Turn)
         turn = message.as_dict() | {"content": content if is_to_the_letter else content.strip()}
@@ -248,9 +252,9 @@ TEMPLATE_NAMES = tuple(_TEMPLATES)
 
 
 def build_template(name: str, tokenizer: PreTrainedTokenizerFast, variables: str = "") -> Template:
-    """Build the template called `name`, one of TEMPLATE_NAMES; `variables` are of a chat template.
+    """Build the template called `name`, one of TEMPLATE_NAMES; `variables` are for a chat template.
 
-    Raises ValueError: unknown name, or a tokenizer that cannot serve it.
+    Raises ValueError for an unknown name, or a tokenizer that does not support it.
     """
     if name not in _TEMPLATES:
         raise ValueError(f"--template {name} is unknown; use one of {', '.join(TEMPLATE_NAMES)}")

@@ -1,5 +1,5 @@
-"""Options that decide the rows of a step, besides tokenizer and template; the steps' disjoint splits; checks
-of the data before a model is loaded.
+"""Options that determine the rows of a step, besides tokenizer and template; the steps' disjoint splits;
+checks of the data before a model is loaded.
 """
 
 import hashlib
@@ -47,25 +47,25 @@ class DataOptions:
 
     @classmethod
     def of(cls, args: Any, stage: int, **changes: Any) -> Self:
-        """Return the options of a step's data by the flags of a program, and by `changes`."""
+        """Data options from a program's flags, with `changes`."""
         given = {name: getattr(args, name) for name in cls.__dataclass_fields__ if hasattr(args, name)}
         given["max_tokens"] = args.max_prompt_seq_len if stage == 3 else args.max_seq_len
         return cls(**given | {"stage": stage, "cache_dir": args.data_output_path} | changes)
 
     def load_source(self, name: str, tokenizer: Any, max_rows: int | None = None) -> RawSource:
-        """The source that an entry of --data_path names. Raises ValueError: see `registry.load_source`."""
+        """The source of an entry of --data_path. Raises ValueError: see `registry.load_source`."""
         parts = (part.partition("=") for part in self.columns.split(","))
         own_names = {name: own for name, _, own in parts if own and name in FORM_COLUMNS}
         return load_source(name, self.score_column, max_rows, own_names, seed=self.seed, tokenizer=tokenizer)
 
     @property
     def kind(self) -> str:
-        """The name of the step's rows."""
+        """Name of the kind of rows that the step uses."""
         return "rated" if self.is_unpaired else KIND_NAMES[self.stage]
 
     @property
     def cache_folder(self) -> Path:
-        """The folder that holds the token caches."""
+        """Folder of the token caches."""
         return Path(self.cache_dir or DEFAULT_CACHE).expanduser()
 
     def problems(self) -> list[str]:
@@ -97,7 +97,7 @@ class DataOptions:
 def parse_data_split(text: str) -> tuple[float, float, float]:
     """The three shares of `--data_split`, as fractions that sum to 1.
 
-    Raises ValueError: not three numbers of at least 0, some above 0.
+    Raises ValueError unless they are three numbers of at least 0, some above 0.
     """
     try:
         shares = [float(part) for part in str(text).split(",")]
@@ -113,9 +113,9 @@ def parse_data_split(text: str) -> tuple[float, float, float]:
 
 
 def share_indexes(num_rows: int, data_split: str, stage: int, seed: int) -> list[int]:
-    """Row indexes of step `stage` (1, 2 or 3), ascending: a slice of one permutation, decided by `seed`.
+    """Row indexes of step `stage` (1, 2 or 3), ascending: a slice of one permutation, determined by `seed`.
 
-    RandomState's permutation is frozen by numpy, so the shares outlive its versions.
+    numpy guarantees RandomState's permutation, so the shares are the same in later versions.
     """
     shares = parse_data_split(data_split)
     start, end = (round(num_rows * sum(shares[:upto])) for upto in (stage - 1, stage))
@@ -124,17 +124,17 @@ def share_indexes(num_rows: int, data_split: str, stage: int, seed: int) -> list
 
 
 def is_held_out(row: object, eval_fraction: float, seed: int) -> bool:
-    """Whether a row is for evaluation, by a hash of its content: equal rows fall on the same side."""
+    """Whether a row is held out for evaluation, by a hash of its content: equal rows are on the same side."""
     digest = hashlib.blake2b(canonical(row), digest_size=8, key=str(seed).encode()).digest()
     return int.from_bytes(digest) < eval_fraction * 2**64
 
 
 def check_sources(options: DataOptions, tokenizer: Any = None) -> list[str]:
-    """Problems of the options and of every source, each with its flag, value and cure, known before a model
-    is loaded; nothing is tokenised. Without a tokenizer a class that takes one is not looked at.
+    """Problems of the options and of every source, each with its flag, value and cure, found before a model
+    is loaded and without tokenising. Without a tokenizer, a class that takes one is not checked.
 
-    Of a file only the first rows are read. A hub data set is looked at only where the hub may not be asked:
-    it must lie in the library's cache then.
+    Only the first rows of a file are read. A hub data set is only checked offline: it must then be in the
+    library's cache.
     """
     problems = options.problems()
     last_of_a_form = 0
@@ -158,7 +158,7 @@ def check_sources(options: DataOptions, tokenizer: Any = None) -> list[str]:
 
 
 def _row_problems(source: RawSource, options: DataOptions) -> list[str]:
-    """For each part of which none of the first rows serves the step: the problem of its first row."""
+    """For each part without a usable row among its first ones, the problem of its first row."""
     problems = []
     for rows in (source.train, source.eval):
         num_probed = 0 if rows is None else min(NUM_PROBED, len(rows))
@@ -170,7 +170,7 @@ def _row_problems(source: RawSource, options: DataOptions) -> list[str]:
 
 
 def _why_not(source: RawSource, rows: RawRows, index: int, options: DataOptions) -> BadRow | None:
-    """The reason why a row does not serve the step; None when it does."""
+    """Why a row cannot be used in the step; None if it can."""
     try:
         examples = source.adapter.to_examples(rows[index])
         reasons = [missing_for(options.stage, e, is_unpaired=options.is_unpaired) for e in examples]

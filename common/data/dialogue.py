@@ -1,8 +1,7 @@
 """Dialogue templates: messages to text, text to token ids and response mask.
 
-One tokenisation of the whole text gives both: where a token starts, by its character offset, says whether it
-belongs to the response. Nothing is tokenised in parts, so no token at a border differs from what the model
-would read.
+One tokenisation of the whole text gives both: a token belongs to the response if its character offset does.
+Nothing is tokenised in parts, so tokens at borders are those that the model reads.
 """
 
 import hashlib
@@ -26,7 +25,7 @@ EXCHANGE = (Message("user", "probe question"), Message("assistant", "probe reply
 
 
 class Segment(NamedTuple):
-    """A piece of text; the pieces of a row, end to end, are its exact text."""
+    """A part of a row's text; the segments of a row, end to end, are its exact text."""
 
     text: str
     is_response: bool
@@ -42,7 +41,7 @@ class Tokenised(NamedTuple):
 
 
 class Template(ABC):
-    """Text of a dialogue, and its tokens. Subclasses write the text: `_segments` and `_text_after_reply`."""
+    """Text and tokens of a dialogue. Subclasses write the text: `_segments` and `_text_after_reply`."""
 
     name: str
     _form = ""  # all that decides the text besides the name
@@ -70,12 +69,12 @@ class Template(ABC):
         learn_all_turns: bool = False,
         tools: str = "",
     ) -> list[Segment]:
-        """The text of a dialogue: context pieces, and the response, which ends with the end-of-turn token.
+        """The text of a dialogue: context segments, and the response, which ends with the end-of-turn token.
 
-        With `response` None the text ends where the model's reply follows. `learn_all_turns` marks the
-        assistant turns inside `prompt` as responses too, each with its end-of-turn token; those that are
-        not `is_learned` stay context. `tools` is a JSON list. Raises BadRow: the template cannot show this
-        dialogue; RewritesPast: it shows earlier turns in another form once a turn follows.
+        With `response` None the text ends where the model's reply starts. `learn_all_turns` marks the
+        assistant's turns in `prompt` as responses too, each with its end-of-turn token; those that are not
+        `is_learned` stay context. `tools` is a JSON list. Raises BadRow if the template cannot show this
+        dialogue; RewritesPast if it changes earlier turns once another follows.
         """
         reply = Message("assistant", response) if isinstance(response, str) else response
         return self._segments(tuple(prompt), reply, learn_all_turns, tools)
@@ -88,7 +87,7 @@ class Template(ABC):
 
     @abstractmethod
     def _text_after_reply(self, messages: Sequence[Message]) -> str:
-        """The text of messages behind a reply's end-of-turn token, up to where the next reply follows."""
+        """Text of messages after a reply's end-of-turn token, up to the start of the next reply."""
 
     @property
     def chat_template(self) -> Any:
@@ -96,15 +95,15 @@ class Template(ABC):
         return self.tokenizer.chat_template
 
     def text_segments(self, text: str) -> list[Segment]:
-        """A plain text that is learnt as a whole, then the end-of-turn token."""
+        """A plain text that is learned as a whole, then the end-of-turn token."""
         return [Segment(self._without_eot(text) + self.eot_token, True)]
 
     def prompt_text(self, prompt: Sequence[Message], tools: str = "") -> str:
-        """The exact text of a prompt, up to where the model's reply follows."""
+        """The exact text of a prompt, up to the start of the model's reply."""
         return "".join(segment.text for segment in self.segments(prompt, None, tools=tools))
 
     def shorten(self, prompt: Sequence[Message], max_tokens: int, tools: str = "") -> tuple[Message, ...]:
-        """A prompt less its oldest turns, whole, until it has `max_tokens` or one question is left.
+        """A prompt without its oldest turns, dropped whole until it has `max_tokens` or one question is left.
 
         A system message stays.
         """
@@ -118,9 +117,9 @@ class Template(ABC):
         return len(self.tokenise_batch([self.segments(prompt, None, tools=tools)])[0].input_ids)
 
     def continue_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of messages behind a reply: from its end-of-turn token to where the next reply follows.
+        """Token ids of messages after a reply: from its end-of-turn token to the start of the next reply.
 
-        They depend on these messages alone, not on the tokens of the reply. Raises BadRow: the template
+        They depend on these messages only, not on the tokens of the reply. Raises BadRow if the template
         cannot show them.
         """
         text = self._text_after_reply(messages)
@@ -162,12 +161,12 @@ class Template(ABC):
         return Tokenised(input_ids, mask, straddles)
 
     def digest(self) -> str:
-        """Changes with the vocabulary, the added tokens, the special ids and the text of the template."""
+        """Digest of the vocabulary, the added tokens, the special ids and the template."""
         parts = [self.name, self._fast.to_str(), self.eot_token, self.eot_id, self.bos_id, self._form]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def _without_eot(self, text: str) -> str:
-        """A reply without the end-of-turn text, with which some data sets end it: it may be there once."""
+        """A reply without the end-of-turn text that some data sets include: it must occur once."""
         bare = text.rstrip()
         return bare[: -len(self.eot_token)] if bare.endswith(self.eot_token) else text
 
@@ -180,7 +179,7 @@ class HumanAssistantTemplate(Template):
 
     @property
     def chat_template(self) -> str:
-        """The form as a chat template of transformers, an end of turn behind each answer."""
+        """The form as a chat template of transformers, with an end of turn after each answer."""
         bos = "" if self.bos_id is None else "{{- bos_token }}"
         values = f"{json.dumps(self._LABELS)}, {json.dumps(self.is_to_the_letter)}"
         return f"{{%- set labels, by_letter = {values} %}}{bos}\n{_JINJA.read_text().strip()}"
@@ -194,7 +193,7 @@ class HumanAssistantTemplate(Template):
         return pieces if reply is None else [*pieces, self._response(reply)]
 
     def _context(self, prompt: Sequence[Message], learn_all_turns: bool) -> list[Segment]:
-        """The pieces up to where the reply follows; white space around a turn is dropped."""
+        """Segments up to the start of the reply; white space around turns is stripped."""
         result: list[Segment] = []
         context, cue = "", self._LABELS["assistant"].rstrip()
         for message in prompt:
@@ -228,7 +227,7 @@ class OneLineTemplate(HumanAssistantTemplate):
 
 
 class PlainTemplate(HumanAssistantTemplate):
-    """A bare prompt and its continuation, both to the letter; a dialogue of a row as Human:/Assistant:."""
+    """A bare prompt and its continuation, both unchanged; dialogues of a row as Human:/Assistant:."""
 
     name = "plain"
     is_to_the_letter = True
@@ -236,7 +235,7 @@ class PlainTemplate(HumanAssistantTemplate):
     def _segments(
         self, prompt: tuple[Message, ...], reply: Message | None, learn_all_turns: bool, tools: str
     ) -> list[Segment]:
-        """See `Template.segments`; a single user message that is no row's `Turn` keeps its exact text."""
+        """See `Template.segments`; a single user message that is not a row's `Turn` is left unchanged."""
         if tools or [message.role for message in prompt] != ["user"] or isinstance(prompt[0], Turn):
             return super()._segments(prompt, reply, learn_all_turns, tools)
         pieces = [Segment(prompt[0].content, False)]
@@ -250,7 +249,7 @@ class PlainTemplate(HumanAssistantTemplate):
 
 
 def response_start(response_mask: Sequence[bool]) -> int:
-    """Index of the first token of the response that ends the row; the row's length if there is none."""
+    """Index of the first token of the response at the end of the row; the row's length without one."""
     start = len(response_mask)
     while start > 0 and response_mask[start - 1]:
         start -= 1
@@ -265,12 +264,12 @@ def truncate(
     max_response_tokens: int = 0,
     min_context_tokens: int = 1,
 ) -> Tokenised:
-    """A row of at most `max_tokens`: context is cut on its left (bos stays), then the response at its end.
+    """A row of at most `max_tokens`: context is truncated on its left (BOS stays), then the response at its
+    end.
 
-    `min_context_tokens` of context are always kept, where there are so many; one at least, so that every
-    response token has one before it that predicts it.
-    `max_response_tokens` is the length to make room for when it is more than this row's own: the other answer
-    of a pair, so that both keep the same context.
+    At least `min_context_tokens` of context are kept if there are as many; at least one, so that every
+    response token has one before it. `max_response_tokens` is the room for the response if it is more than
+    this row's own: that of the other answer of a pair, so that both keep the same context.
     """
     input_ids, mask = row.input_ids, row.response_mask
     start = response_start(mask)

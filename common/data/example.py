@@ -16,18 +16,18 @@ LONGEST_REASON = 400  # characters: a row may hold anything, and a message must 
 
 
 class BadRow(ValueError):
-    """A row of a wrong form; the text is the reason, without the place."""
+    """A row of a wrong form; the text is the reason, without the location."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]} ...")
 
 
 class EmptyRow(BadRow):
-    """A row of the right form with nothing in it; counted apart, never a reason to stop."""
+    """A row of the right form without content; counted separately, never a reason to stop."""
 
 
 class RewritesPast(BadRow):
-    """A conversation of which a chat template shows earlier turns in another form once one follows."""
+    """A conversation whose earlier turns a chat template renders differently once another follows."""
 
 
 class Message(NamedTuple):
@@ -39,7 +39,7 @@ class Message(NamedTuple):
     is_learned: bool = True  # False: a turn of the assistant that is context alone
 
     def as_dict(self) -> dict[str, Any]:
-        """Role, content and extras, as chat templates, rows and servers have them."""
+        """Role, content and extras, as chat templates, rows and servers represent them."""
         extras = json.loads(self.extras) if self.extras else {}
         return {"role": self.role, "content": self.content} | extras
 
@@ -51,16 +51,16 @@ class Message(NamedTuple):
 
 
 class Turn(Message):
-    """A message that its row marks as a turn of a dialogue, by `Human:` or by a role: no bare prompt."""
+    """A message that its row marks as a turn of a dialogue, by `Human:` or by a role; not a bare prompt."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True)
 class Example:
-    """A dialogue up to the reply, with the replies that are known; or a plain text.
+    """A dialogue up to the reply, with the known replies; or a plain text.
 
-    A reply is its text, or a Message where it has more than text.
+    A reply is its text, or a Message if it has more than text.
     """
 
     prompt: tuple[Message, ...] = ()
@@ -79,16 +79,16 @@ class Example:
 
 
 def one_for_each_reply(example: Example) -> list[Example]:
-    """Examples that have one reply to learn each: the learned turns of a conversation, in order."""
+    """Examples with one reply to learn each: the learned turns of a conversation, in order."""
     turns = [i for i, m in enumerate(example.prompt) if m.role == "assistant" and m.is_learned]
     earlier = [replace(example, prompt=example.prompt[:i], chosen=example.prompt[i]) for i in turns]
     return [replace(part, learn_all_turns=False) for part in (*earlier, example)]
 
 
 def missing_for(stage: int, example: Example, *, is_unpaired: bool = False) -> BadRow | None:
-    """The reason why an Example does not serve step 1, 2 or 3, to be raised; None when it does.
+    """The exception that says why an Example cannot be used in step 1, 2 or 3; None if it can.
 
-    `is_unpaired`: step 2 takes rated answers too, as --loss kto does.
+    `is_unpaired`: step 2 accepts rated answers too, as --loss kto does.
     """
     if stage == 2 and example.is_rated:
         return None if is_unpaired else BadRow("an answer with a label is no pair; --loss kto learns from it")

@@ -18,7 +18,7 @@ _PARQUET_COPY = "refs/convert/parquet"  # the hub makes one of every data set th
 
 
 class HubPlace(NamedTuple):
-    """The place of a data set on the hub, where it is not the name alone."""
+    """Location of a data set on the hub, if it is not the name alone."""
 
     name: str
     config: str | None = None
@@ -41,8 +41,8 @@ def is_saved_folder(path: Path) -> bool:
 
 
 def has_hub_layout(path: Path) -> bool:
-    """Whether a folder is a copy of a hub data set that only `datasets` can take apart: its README.md has
-    configurations, or its files lie in folders below.
+    """Whether a folder is a copy of a hub data set that needs `datasets` to read: its README.md has
+    configurations, or its files are in subfolders.
     """
     tables = [file for file in path.rglob("*") if extension_of(file)]
     has_train = any("train" in file.name.lower() for file in tables if file.parent == path)
@@ -50,14 +50,14 @@ def has_hub_layout(path: Path) -> bool:
 
 
 def has_configs(path: Path) -> bool:
-    """Whether the README.md of a data set's folder names configurations."""
+    """Whether the README.md in a data set's folder names configurations."""
     readme = snapshot_of(path) / "README.md"
     text = readme.read_text(errors="replace") if readme.is_file() else ""
     return re.match(r"---\n(?:.*\n)*?configs:", text) is not None
 
 
 def snapshot_of(path: Path) -> Path:
-    """The newest snapshot in a data set's folder of the hub cache; any other path as it is."""
+    """The newest snapshot in a data set's folder of the hub cache; any other path unchanged."""
     head = path / "refs/main"
     return path / "snapshots" / head.read_text().strip() if head.is_file() else path
 
@@ -71,8 +71,8 @@ def is_offline() -> bool:
 def load_hub(name: str, config: str | None = None) -> tuple[RawRows, RawRows | None]:
     """Training and evaluation rows of a hub data set, by its own name or from its place in HUB_PLACES.
 
-    A set that is a program, which `datasets` no longer runs, is read from the hub's Parquet copy of it.
-    Raises ValueError: it cannot be loaded, with the reason and the cure.
+    A set that is a program, which `datasets` no longer runs, is read from the hub's Parquet copy. Raises
+    ValueError, with the reason and the cure, if it cannot be loaded.
     """
     datasets = _quiet_datasets()
     place = HUB_PLACES.get(name, HubPlace(name))
@@ -97,7 +97,7 @@ def load_hub(name: str, config: str | None = None) -> tuple[RawRows, RawRows | N
 
 
 def _refusal(source: str, error: Exception, cure: str) -> ValueError:
-    """An error of `datasets` as one that names the source, or the configurations to choose from."""
+    """An error of `datasets` as a ValueError that names the source, or the configurations to choose from."""
     asked = re.search(r"among the available configs: (.+)", str(error))
     if asked:
         named = ", ".join(f"{source}:{config}" for config in re.findall(r"'([^']+)'", asked[1]))
@@ -109,10 +109,11 @@ def _refusal(source: str, error: Exception, cure: str) -> ValueError:
 def load_local(
     path: Path, max_rows: int | None = None, config: str | None = None
 ) -> tuple[RawRows, RawRows | None]:
-    """Training and evaluation rows of a file, a folder of such files, one that `datasets` saved, or a copy of
-    a hub data set, of which `config` may name a configuration.
+    """Training and evaluation rows of a file, a folder of files, one saved by `datasets`, or a copy of a hub
+    data set, whose configuration may be given as `config`.
 
-    `max_rows`: only the first ones of each file. Raises ValueError: there is nothing usable, with the cure.
+    `max_rows`: only the first rows of each file. Raises ValueError, with the cure, if there is nothing
+    usable.
     """
     folder = snapshot_of(path)
     is_saved = is_saved_folder(folder)
@@ -136,7 +137,7 @@ def digest_local(path: Path) -> str:
 
 
 def _quiet_datasets() -> ModuleType:
-    """The library, without its progress bars and notices: its errors are raised."""
+    """The library without its progress bars and notices; its errors are raised."""
     import datasets
 
     datasets.disable_progress_bars()

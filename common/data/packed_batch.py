@@ -1,8 +1,8 @@
 """The batch type: sequences of any length laid end to end, without padding; and its collators. PURE: imports
 torch only.
 
-The layout of flash_attn_varlen_func, several keys side by side: the one batch type from collators to models.
-Layouts are computed on the CPU from lengths that stay there, so nobody waits for a GPU to learn a length.
+The layout of flash_attn_varlen_func with several keys: the one batch type from collators to models. Layouts
+are computed on the CPU from lengths that stay there, so nothing waits for a GPU to learn a length.
 
 # B items (a row, a pair, a response), T tokens of the longest sequence, total tokens of all
 """
@@ -22,7 +22,7 @@ ROW_IDS = "row_ids"  # the key of texts that name the row of data an item was ma
 class PackedBatch:
     """B items, each with one sequence of every key; a number is a sequence of length 1.
 
-    `lengths` stay on the CPU wherever the data are. What a method returns may share memory with its batch.
+    `lengths` stay on the CPU wherever the data are. Results of methods may share memory with the batch.
     """
 
     ids: tuple[Hashable, ...]  # (B,), no two alike
@@ -33,8 +33,8 @@ class PackedBatch:
     def build(cls, ids: Sequence[Hashable], sequences: dict[str, Sequence[torch.Tensor]]) -> "PackedBatch":
         """Batch of sequences[key][item] (length, ...).
 
-        Raises ValueError, naming the key, for a list that has not one sequence an item, or sequences that
-        differ in dtype, device or trailing shape: torch.cat would promote dtypes silently.
+        Raises ValueError, naming the key, unless each list has one sequence per item, all with the same
+        dtype, device and trailing shape: torch.cat would promote dtypes silently.
         """
         data = {key: _join(key, of_items) for key, of_items in sequences.items()}
         lengths = {key: torch.tensor([len(x) for x in of_items]) for key, of_items in sequences.items()}
@@ -46,7 +46,7 @@ class PackedBatch:
     def concat(cls, parts: Sequence["PackedBatch"]) -> "PackedBatch":
         """Batches end to end, in order.
 
-        Raises ValueError when there is none, their keys or a key's dtypes differ, or an id comes twice.
+        Raises ValueError without a batch, or if their keys or a key's dtypes differ, or an id occurs twice.
         """
         if not parts:
             raise ValueError("no batches to put end to end")
@@ -66,7 +66,7 @@ class PackedBatch:
     def select(self, indexes: Sequence[int] | torch.Tensor) -> "PackedBatch":
         """Items `indexes`, in that order.
 
-        Raises IndexError for an index that is out of range, ValueError for one that is there twice.
+        Raises IndexError for an index out of range, ValueError for a repeated one.
         """
         index = torch.as_tensor(indexes, dtype=torch.int64, device="cpu")
         data, lengths = {}, {}
@@ -80,7 +80,7 @@ class PackedBatch:
         return batch
 
     def interleave(self, *keys: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sequences of K keys, item by item: (total, ...), and their lengths (B, K) on the CPU.
+        """Sequences of K keys, item by item: (total, ...), and their lengths (B, K) on the CPU.
 
         With a prompt's key and a response's, each prompt is followed by its response.
         """
@@ -91,15 +91,17 @@ class PackedBatch:
         return data.index_select(0, *to_device([positions], data.device)), of_keys.T
 
     def pad(self, key: str, *, on_left: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sequences of a key as (B, T, ...), and the mask (B, T) bool of what is no padding, which is 0."""
+        """Sequences of a key as (B, T, ...), padded with 0, and the mask (B, T) bool, True for real
+        tokens.
+        """
         lengths = self._lengths(key)
         return pad_sequences(self.data[key], lengths, on_left=on_left)
 
     def with_key(
         self, key: str, data: torch.Tensor, *, like: str = "", lengths: torch.Tensor | None = None
     ) -> "PackedBatch":
-        """Batch with one key more, or another under its name: data (total, ...), cut as the key `like` or
-        by `lengths` (B,) int64.
+        """Batch with an added or replaced key: data (total, ...), with the lengths of the key `like` or
+        `lengths` (B,) int64.
         """
         lengths = self._lengths(like) if lengths is None else lengths.cpu()
         batch = replace(self, data=self.data | {key: data}, lengths=self.lengths | {key: lengths})
@@ -107,24 +109,24 @@ class PackedBatch:
         return batch
 
     def with_numbers(self, key: str, values: torch.Tensor) -> "PackedBatch":
-        """Batch with one number an item more: values (B,), read back by `numbers`."""
+        """Batch with an added number per item: values (B,), read back by `numbers`."""
         return self.with_key(key, values, lengths=torch.ones(len(self), dtype=torch.int64))
 
     def numbers(self, key: str) -> torch.Tensor:
-        """Values (B,) of a key that has exactly one token an item; ValueError for any other key."""
+        """Values (B,) of a key that has exactly one token per item; ValueError for any other key."""
         lengths = self._lengths(key)
         if not bool((lengths == 1).all()):
             raise ValueError(f"key {key!r}: not one number an item, but lengths {lengths.tolist()}")
         return self.data[key]
 
     def with_texts(self, key: str, texts: Sequence[str]) -> "PackedBatch":
-        """Batch with one text an item more, as UTF-8; read back by `texts`."""
+        """Batch with an added text per item, as UTF-8; read back by `texts`."""
         encoded = [text.encode(errors="replace") for text in texts]
         data = torch.tensor([byte for text in encoded for byte in text], dtype=torch.uint8)
         return self.with_key(key, data, lengths=torch.tensor([len(text) for text in encoded]))
 
     def texts(self, key: str) -> list[str]:
-        """Texts (B,) of a key that `with_texts` made."""
+        """Texts (B,) of a key from `with_texts`."""
         return [bytes(sequence.tolist()).decode() for sequence in self.sequences(key)]
 
     def to(self, device: torch.device | str) -> "PackedBatch":
@@ -137,7 +139,7 @@ class PackedBatch:
         return list(self.data[key].split(self._lengths(key).tolist()))
 
     def check(self) -> None:
-        """Raise ValueError that names the key and what is wrong; for tests, and where a batch comes in."""
+        """Raise ValueError that names the key and what is wrong; for tests and incoming batches."""
         if len(set(self.ids)) != len(self.ids):
             twice = next(item_id for i, item_id in enumerate(self.ids) if item_id in self.ids[:i])
             raise ValueError(f"id {twice!r} occurs twice")
@@ -164,8 +166,8 @@ class PackedBatch:
 
 
 def to_device(tensors: Sequence[torch.Tensor], device: torch.device | str) -> list[torch.Tensor]:
-    """The tensors on a device. Those of the CPU cross to a GPU together, as one block of pinned memory, and
-    the host does not wait for it.
+    """The tensors on a device. CPU tensors are copied to a GPU together, as one block of pinned memory,
+    without waiting.
     """
     if torch.device(device).type != "cuda" or any(tensor.is_cuda for tensor in tensors):
         return [tensor.to(device) for tensor in tensors]
@@ -188,7 +190,7 @@ def token_positions(lengths: torch.Tensor, starts: torch.Tensor | None = None) -
 
 
 def padded_slots(lengths: torch.Tensor, *, on_left: bool = False) -> torch.Tensor:
-    """Where each token stands in S padded rows end to end: (total,) int64; lengths (S,), both on the CPU."""
+    """Slot of each token in S padded rows end to end: (total,) int64; lengths (S,), both on the CPU."""
     width = max(lengths.tolist(), default=0)
     starts = torch.arange(len(lengths)) * width
     return token_positions(lengths, starts + width - lengths if on_left else starts)
@@ -197,8 +199,8 @@ def padded_slots(lengths: torch.Tensor, *, on_left: bool = False) -> torch.Tenso
 def pad_sequences(
     data: torch.Tensor, lengths: torch.Tensor, *, pad_value: float = 0, on_left: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequences laid end to end (total, ...) as rows (S, T, ...), and the mask (S, T) bool of what is no
-    padding: the only place of the repository that pads tokens. lengths (S,) int64 on the CPU.
+    """Sequences laid end to end (total, ...) as rows (S, T, ...), and the mask (S, T) bool, True for real
+    tokens: the only place that pads tokens. lengths (S,) int64 on the CPU.
     """
     shape = (len(lengths), max(lengths.tolist(), default=0))
     (slots,) = to_device([padded_slots(lengths, on_left=on_left)], data.device)
@@ -208,8 +210,8 @@ def pad_sequences(
 
 
 def sum_by_sequence(x: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """The sums (S,) over each of S sequences laid end to end of x (n,), which has a number for each token
-    that `mask` (total,) bool selects; mask and lengths (S,) int64 on the CPU.
+    """Sums (S,) over each of S sequences laid end to end of x (n,), which has a number per token that `mask`
+    (total,) bool selects; mask and lengths (S,) int64 on the CPU.
     """
     sequence = torch.arange(len(lengths)).repeat_interleave(lengths)[mask]  # (n,)
     return x.new_zeros(len(lengths)).index_add(0, *to_device([sequence], x.device), x)
@@ -218,7 +220,7 @@ def sum_by_sequence(x: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor) 
 def score_by_length(
     rows: list[Any], batch_size: int, score_batch: Callable[[list[Any]], list[float]]
 ) -> list[float]:
-    """Return a score for each row; rows of about the same length share a batch, which has little padding."""
+    """A score per row, computed in batches of rows of similar length, which need little padding."""
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
     scores = [0.0] * len(rows)
     for first in range(0, len(order), batch_size):
@@ -242,11 +244,11 @@ def pad_rows(
 
 
 def collate_sft(rows: Rows) -> PackedBatch:
-    """Batch of step 1's rows: input_ids int64, loss_mask bool of their length, the number of a row's
-    conversation where rows have one.
+    """Batch of step 1's rows: input_ids int64, loss_mask bool of the same lengths, and the number of each
+    row's conversation if rows have one.
 
-    loss_mask is True where the token itself is a target (the hidden state one position before predicts it);
-    a row's first token never is.
+    loss_mask is True if the token itself is a target (the hidden state one position before predicts it); a
+    row's first token never is.
     """
     input_ids, lengths = pack_rows([row["input_ids"] for row in rows])
     loss_mask = torch.tensor([is_target for row in rows for is_target in row["loss_mask"]], dtype=torch.bool)
@@ -263,13 +265,13 @@ def collate_texts(rows: Rows) -> PackedBatch:
 
 
 def collate_pairs(rows: Rows) -> PackedBatch:
-    """Batch of step 2's rows, an item a pair: of a chosen and a rejected answer, or for --loss kto of a rated
-    answer and one that belongs to another prompt.
+    """Batch of step 2's rows, one item per pair: of a chosen and a rejected answer, or for --loss kto of a
+    rated answer and one to another prompt.
 
     chosen_ids, rejected_ids int64; numbers chosen_response_start, rejected_response_start int64 (a response
     is [response_start, length): its end is never searched for) and margin fp32; `reference_logprobs` (2,)
-    fp32 of rows that have them; weight fp32, 1 of rows that have none. Or answer_ids, mismatched_ids and so
-    on, and label int64.
+    fp32 of rows that have them; weight fp32, by default 1. Or answer_ids, mismatched_ids and so on, and label
+    int64.
     """
     starts = [key for key in rows[0] if key.endswith("_response_start")]
     keys = [key.replace("_response_start", "_ids") for key in starts] + ["reference_logprobs"]
@@ -297,13 +299,13 @@ def collate_prompts(rows: Rows) -> PackedBatch:
 
 
 def prompt_texts(prompts: PackedBatch) -> list[tuple[str, dict[str, Any]]]:
-    """Each prompt's text and the other columns of its row, of a batch of `collate_prompts`."""
+    """Each prompt's text and the other columns of its row, for a batch of `collate_prompts`."""
     fields = [json.loads(text) for text in prompts.texts("row_fields")]
     return list(zip(prompts.texts("prompt_texts"), fields, strict=True))
 
 
 def _unique_ids(rows: Rows) -> tuple[tuple[int, str], ...]:
-    """(index in the batch, row id) of each row: two sources may name their rows alike."""
+    """(index in the batch, row id) of each row: two sources may use the same ids."""
     return tuple((index, row["row_id"]) for index, row in enumerate(rows))
 
 

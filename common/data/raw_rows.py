@@ -48,9 +48,9 @@ class RawRows:
         locate: Callable[[int], str] | None = None,
         read: Callable[[Any], Any] | None = None,
     ) -> None:
-        """`rows` has a length and integer indexing; a `fingerprint` that changes when they do spares a digest
-        of their content. `locate` gives a row's file:line; by default rows are numbered. `read` makes a row
-        of an item of `rows` when it is asked for.
+        """`rows` has a length and integer indexing; a `fingerprint` that changes with them replaces a digest
+        of their content. `locate` gives a row's file:line; by default rows are numbered. `read` turns an item
+        of `rows` into a row when it is requested.
         """
         self._rows, self.origin, self.fingerprint = rows, origin, fingerprint
         self._locate, self._read = locate, read
@@ -59,19 +59,19 @@ class RawRows:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Row `index`. Raises BadRow: it is no row."""
+        """Row `index`. Raises BadRow if it is not a row."""
         row = self._read(self._rows[index]) if self._read else self._rows[index]
         if not isinstance(row, dict):
             raise BadRow(f"the row is of type {type(row).__name__}, not an object with named columns")
         return row
 
     def location(self, index: int) -> str:
-        """The place of a row: file:line, or the data set and the row's number from 1."""
+        """Location of a row: file:line, or the data set and the row's number from 1."""
         return self._locate(index) if self._locate else f"{self.origin}:{index + 1}"
 
     def row_id(self, index: int, row: dict[str, Any]) -> str:
-        """The name of the row at `index`, the same in any folder: its column `id`, where that is a whole
-        number or a short line of text, else file:line.
+        """Name of the row at `index`, independent of its folder: its column `id`, if that is an integer or a
+        short line of text, else file:line.
         """
         own = row.get("id")
         name = str(own).strip() if isinstance(own, int | str) and not isinstance(own, bool) else ""
@@ -80,7 +80,7 @@ class RawRows:
         return PurePath(self.location(index)).name
 
     def digest(self) -> str:
-        """A text that changes with the rows."""
+        """Digest of the rows."""
         if self.fingerprint:
             return self.fingerprint
         total = hashlib.sha256()
@@ -109,7 +109,7 @@ def parse_json_row(data: bytes) -> dict[str, Any]:
 
 
 def rows_of_parquet(path: Path, max_rows: int | None = None) -> RawRows:
-    """The first `max_rows` of a file, of which one row group is in memory at a time: read them in order."""
+    """The first `max_rows` of a file, with one row group in memory at a time: read them in order."""
     file = pq.ParquetFile(path, memory_map=True)
     sizes = (file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
     ends = list(accumulate(sizes))
@@ -130,7 +130,7 @@ def rows_of_parquet(path: Path, max_rows: int | None = None) -> RawRows:
 
 
 def rows_of_arrow(path: Path, max_rows: int | None = None) -> RawRows:
-    """The first `max_rows` of a stream, as `datasets` writes it, or of an IPC file; they stay on the disk."""
+    """The first `max_rows` of a stream, as `datasets` writes it, or of an IPC file; they stay on disk."""
     source = pa.memory_map(str(path))
     is_file = source.read(6) == b"ARROW1"
     source.seek(0)
@@ -156,8 +156,8 @@ def join_rows(parts: Sequence[RawRows]) -> RawRows:
 def group_rows(
     base: RawRows, keys: dict[int, Hashable], build: Callable[[list[dict[str, Any]]], dict[str, Any]]
 ) -> RawRows:
-    """Rows with equal keys as one, made by `build`, with the place and the `id` of the first; each row
-    without a key by itself.
+    """Rows with equal keys as one row, made by `build`, with the location and `id` of the first; rows without
+    a key stay separate.
     """
     by_key: dict[Hashable, list[int]] = defaultdict(list)
     for index in range(len(base)):
@@ -178,14 +178,14 @@ def group_rows(
 
 
 def readable(rows: RawRows) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield index and row of all rows that can be read."""
+    """Yield index and row of all readable rows."""
     for index in range(len(rows)):
         with suppress(BadRow):
             yield index, rows[index]
 
 
 def extension_of(path: Path) -> str | None:
-    """The extension of a file, if it is one that can be read, else None."""
+    """Extension of a file, if it is a supported one, else None."""
     name = path.name.lower()
     return next((ext for ext in EXTENSIONS if name.endswith(ext)), None)
 
@@ -193,7 +193,8 @@ def extension_of(path: Path) -> str | None:
 def find_parts(path: Path) -> tuple[list[Path], list[Path]]:
     """Training files and evaluation files of a file (no evaluation files then) or a folder.
 
-    Raises ValueError: there is no such file, its extension is unknown, or the folder has no training file.
+    Raises ValueError if the file does not exist, its extension is unknown, or the folder has no training
+    file.
     """
     if not path.exists():
         raise ValueError(f"--data_path {path}: there is no such file or folder")
@@ -223,8 +224,8 @@ def find_parts(path: Path) -> tuple[list[Path], list[Path]]:
 def read_files(paths: Sequence[Path], max_rows: int | None = None) -> RawRows:
     """Rows of files of any kind, one file after the other: all of them, or the first of each file.
 
-    They stay in their files and are read one at a time, Parquet's by row groups. Raises ValueError: a file
-    that cannot be read, or is empty, by name.
+    They stay in their files and are read one at a time, Parquet's by row groups. Raises ValueError for an
+    unreadable or empty file.
     """
     parts = [_read_file(path, max_rows) for path in paths]
     return parts[0] if len(parts) == 1 else join_rows(parts)
@@ -252,8 +253,8 @@ def _read_file(path: Path, max_rows: int | None) -> RawRows:
 
 
 def rows_of_text(path: Path, max_rows: int | None = None) -> RawRows:
-    """The first `max_rows` of JSON lines, a JSON list or CSV, which stay on the disk: in the file itself, or
-    in a temporary one with a line for each row of a list or of CSV.
+    """The first `max_rows` of JSON lines, a JSON list or CSV, which stay on disk: in the file itself, or for
+    a list or CSV in a temporary file with one row per line.
     """
     file, parse = _open(path), parse_json_row
     values: Iterator[tuple[int, Any]] | None

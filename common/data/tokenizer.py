@@ -14,12 +14,12 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     flag: str = "--model_name_or_path",
 ) -> PreTrainedTokenizerFast:
-    """Return a fast tokenizer whose eos ends a turn and whose pad is set.
+    """A fast tokenizer whose EOS ends a turn and whose PAD is set.
 
-    `eot_token` replaces the tokenizer's own eos; it must be one id already, unless `add_eot_token` lets it be
-    a new one (the embeddings of the model must then grow). No existing id changes. PAD may be the same id as
-    EOS. Raises ValueError: no tokenizer there, no fast one, no eos, or an end-of-turn token of several ids;
-    `flag` is named.
+    `eot_token` replaces the tokenizer's own EOS; it must be a single token already, unless `add_eot_token`
+    allows a new one (the embeddings of the model must then grow). Existing ids do not change. PAD may be the
+    same id as EOS. Raises ValueError, with `flag`, if there is no fast tokenizer, no EOS, or the end-of-turn
+    token has several ids.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -59,7 +59,7 @@ def load_tokenizer(
 
 
 def set_end_of_turn(tokenizer: PreTrainedTokenizerFast, token: str) -> bool:
-    """Make `token` the tokenizer's eos; whether it is one id then. No existing id changes."""
+    """Make `token` the tokenizer's EOS; return whether it is a single token. Existing ids do not change."""
     is_one_id = tokenizer(token, add_special_tokens=False).input_ids == [tokenizer.eos_token_id]
     if not (is_one_id and token == tokenizer.eos_token and token in tokenizer.all_special_tokens):
         # A token of the vocabulary keeps its id: this only stops the pre-tokenizer from splitting it.
@@ -68,15 +68,15 @@ def set_end_of_turn(tokenizer: PreTrainedTokenizerFast, token: str) -> bool:
 
 
 def adds_bos(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Whether the tokenizer itself puts its bos before a text."""
+    """Whether the tokenizer adds its BOS before a text."""
     bos_id = tokenizer.bos_token_id
     return bos_id is not None and tokenizer("a").input_ids[:1] == [bos_id]
 
 
 def num_token_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The highest id of a token + 1: rows of a model from there on are padding of its vocabulary.
+    """The highest token id + 1; embedding rows from there on are padding of the vocabulary.
 
-    It is not the number of tokens: some vocabularies leave ids out between their text and special tokens.
+    This is not the number of tokens: some vocabularies have gaps between text and special tokens.
     """
     return max(tokenizer.get_vocab().values()) + 1
 
@@ -84,7 +84,7 @@ def num_token_ids(tokenizer: PreTrainedTokenizerBase) -> int:
 def vocabulary_difference(
     tokenizer_a: PreTrainedTokenizerFast, tokenizer_b: PreTrainedTokenizerFast
 ) -> str | None:
-    """None when every token of a has the same id in b (b may hold more), else a sentence that names a few."""
+    """None if every token of a has the same id in b (b may have more), else a sentence that names a few."""
     here, there = tokenizer_a.get_vocab(), tokenizer_b.get_vocab()
     different = sorted((i, token) for token, i in here.items() if there.get(token) != i)
     if not different:

@@ -21,7 +21,9 @@ ADAPTERS: dict[str, type] = {}  # Adapters, and classes that PortedClass can wra
 
 
 def digest_code(kind: type) -> str:
-    """Digest of the files that hold a class and its bases, and of this folder, which they read rows by."""
+    """Digest of the files that define a class and its bases, and of this folder, whose code reads their
+    rows.
+    """
     files = [origin_of(part)[1] for part in kind.__mro__]
     files += map(str, sorted(Path(__file__).parent.glob("*.py")))
     total = hashlib.sha256(kind.__qualname__.encode())
@@ -31,12 +33,12 @@ def digest_code(kind: type) -> str:
 
 
 class Adapter:
-    """Rows of one data set to Examples.
+    """Turns rows of one data set into Examples.
 
     The short way to write one is `get_prompt`, `get_chosen` and `get_rejected`, as in DeepSpeed-Chat's
-    raw_datasets.py. Each may return None, or an empty text: the row is left out of the steps that need the
-    text, and counts as empty, not bad. A row that means several pairs, or none of these, overrides
-    `to_examples`.
+    raw_datasets.py. Each may return None, or an empty text: the row is then left out of the steps that need
+    the text, and counts as empty, not bad. Override `to_examples` for a row with several pairs, or another
+    meaning.
     """
 
     notes: tuple[str, ...] = ()  # for the data report, when the rows have been read
@@ -49,33 +51,33 @@ class Adapter:
     own_names: Mapping[str, str] = {}  # --columns: the rows' name of each column of a form
 
     def __init__(self, source: str = "") -> None:
-        """`source` is the name by which the data set was asked for."""
+        """`source` is the name under which the data set was requested."""
         self.source = source
 
     def load(self) -> tuple[Sequence[dict[str, Any]] | RawRows, Sequence[dict[str, Any]] | RawRows | None]:
-        """The rows to train on, and those that the data set itself keeps for evaluation, if any.
+        """Training rows, and the data set's own evaluation rows, if any.
 
-        By default of the hub, by the registered name. Not called where there is a `local` copy.
+        By default those of the hub, by the registered name. Not called if there is a `local` copy.
         """
         return hub_data.load_hub(self.source, self.hub_config)
 
     def arrange(self, rows: RawRows) -> RawRows:
-        """The rows as `to_examples` takes them: by default as they are; several may become one.
+        """Rows as `to_examples` takes them: by default unchanged; several may be joined into one.
 
-        Called once for each part that `load` gave, or that a local copy holds.
+        Called once for each part from `load` or a local copy.
         """
         return rows
 
     def notes_of(self, stage: int) -> list[str]:
-        """Lines for a step's data report, when the rows have been read."""
+        """Lines for a step's data report, after the rows have been read."""
         return list(self.notes)
 
     def code_digest(self) -> str:
-        """Changes when this adapter is edited, so that no token cache outlives the code that filled it."""
+        """Digest of this adapter's code, so that no token cache outlives the code that filled it."""
         return " ".join(digest_code(kind) for kind in (type(self), self.kind) if kind)
 
     def to_examples(self, row: dict[str, Any]) -> list[Example]:
-        """Examples of a raw row. Raises BadRow: the row's form is wrong."""
+        """Examples of a raw row. Raises BadRow for a wrong form."""
         self.check_columns(row)
         texts = (self.get_prompt(row), self.get_chosen(row), self.get_rejected(row))
         prompt, chosen, rejected = (None if isinstance(t, str) and not t.strip() else t for t in texts)
@@ -92,7 +94,7 @@ class Adapter:
         ]
 
     def check_columns(self, row: dict[str, Any]) -> None:
-        """Raise BadRow where a row lacks one of `columns()`."""
+        """Raise BadRow if a row lacks one of `columns()`."""
         missing = [name for name in self.columns() if name not in row]
         if missing:
             raise BadRow(
@@ -104,7 +106,7 @@ class Adapter:
         return ()
 
     def get_prompt(self, row: dict[str, Any]) -> str | None:
-        """The text up to the reply, as `Human: ... Assistant:` or as a bare question; None: there is none."""
+        """The text up to the reply, as `Human: ... Assistant:` or as a bare question; or None."""
         raise NotImplementedError(
             f"{type(self).__name__} needs get_prompt, get_chosen and get_rejected, or to_examples"
         )
@@ -121,8 +123,8 @@ class Adapter:
 def register_dataset(*names: str) -> Callable[[type], type]:
     """Class decorator: `--data_path NAME` uses this class for each of `names`.
 
-    It is an Adapter, or a class with the methods of DeepSpeed-Chat's (see ported_class.py). A module that is
-    imported twice registers its classes again without harm.
+    It is an Adapter, or a class with the methods of DeepSpeed-Chat's (see ported_class.py). Importing a
+    module twice may register its classes again.
     """
 
     def register(kind: type) -> type:
@@ -137,7 +139,7 @@ def register_dataset(*names: str) -> Callable[[type], type]:
 
 
 class AnyForm(Adapter):
-    """Rows of the usual forms, which the first row decides where rows join."""
+    """Rows of the usual forms; the first row decides whether rows are joined."""
 
     def __init__(self, source: str = "") -> None:
         super().__init__(source)
@@ -167,7 +169,7 @@ class AnyForm(Adapter):
         return row_forms.read_row(row, self.own_names, self._unread)
 
     def notes_of(self, stage: int) -> list[str]:
-        """See Adapter; columns and keys that were not read. Step 3 gives columns to rewards."""
+        """See Adapter; columns and keys that were not read. Step 3 passes columns to rewards."""
         counts = {what: n for what, n in self._unread.items() if stage != 3 or not what.startswith("column")}
         lines = [f"{what} is not read: {n:,} rows" for what, n in sorted(counts.items())]
         more = [f"{len(lines) - MOST_UNREAD} more are not read"] if len(lines) > MOST_UNREAD else []
@@ -175,7 +177,7 @@ class AnyForm(Adapter):
 
 
 def parameters_of(kind: type) -> set[str]:
-    """The names that a class's constructor takes."""
+    """Parameter names of a class's constructor."""
     try:
         return set(inspect.signature(kind).parameters)
     except ValueError:  # a built-in's
@@ -183,7 +185,7 @@ def parameters_of(kind: type) -> set[str]:
 
 
 def make_own(kind: type, source: str, args: list[Any], named: dict[str, Any]) -> Any:
-    """An object of a class of the user's. Raises ValueError: its constructor takes others, or raised."""
+    """An object of a user's class. Raises ValueError if its constructor has other parameters, or raises."""
     try:
         return kind(*args, **named)
     except Exception as error:  # TypeError for other arguments, or the class's own
@@ -194,10 +196,12 @@ def make_own(kind: type, source: str, args: list[Any], named: dict[str, Any]) ->
 
 
 class MapStyle(AnyForm):
-    """The rows of a class with a length and an index, which need not derive from anything of ours."""
+    """Rows of a class with a length and an index, which needs no base class."""
 
     def __init__(self, kind: type, source: str, args: list[Any], named: dict[str, Any]) -> None:
-        """The class is made of these arguments. Raises ValueError: see `make_own`; it has not both."""
+        """The class is constructed with these arguments. Raises ValueError as `make_own` does, or if it lacks
+        one of both.
+        """
         super().__init__(source)
         if not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):
             raise ValueError(
@@ -207,7 +211,7 @@ class MapStyle(AnyForm):
         self.kind, self._rows = kind, make_own(kind, source, args, named)
 
     def load(self) -> tuple[RawRows, None]:
-        """See Adapter; a row is bad where the index raises. Raises ValueError: the length raises."""
+        """See Adapter; a row is bad if the index raises. Raises ValueError if the length raises."""
         try:
             return RawRows(range(len(self._rows)), self.source, read=self._read), None
         except Exception as error:  # the class's own

@@ -16,7 +16,7 @@ _MESSAGE_KEPT = (*MESSAGE_COLUMNS, "rank", "deleted", "review_result", "lang", "
 
 
 def group_trees(rows: RawRows, unread: Counter[str]) -> RawRows:
-    """One row {TREE: [messages]} for each tree. Columns that are left out are counted in `unread`."""
+    """One row {TREE: [messages]} per tree. Unread columns are counted in `unread`."""
     parents: dict[Any, Any] = {}
     names: dict[int, Any] = {}
     for index, row in readable(rows):
@@ -39,7 +39,7 @@ def group_trees(rows: RawRows, unread: Counter[str]) -> RawRows:
 
 
 def _roots(parents: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The first ancestor in the data, of every message; for a ring of messages, one of them."""
+    """The first ancestor in the data of every message; for a cycle of messages, one of them."""
     roots: dict[Any, Any] = {}
     for name in parents:
         path = set()
@@ -52,7 +52,7 @@ def _roots(parents: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _parent_of(message: Mapping[str, Any]) -> Any:
-    """The id of the parent; None for the first message. In CSV an empty text stands for null."""
+    """The id of the parent; None for the first message. CSV has an empty text in place of null."""
     parent = message.get("parent_id")
     return None if parent == "" else parent
 
@@ -60,8 +60,8 @@ def _parent_of(message: Mapping[str, Any]) -> Any:
 def tree_examples(row: Mapping[str, Any]) -> list[Example]:
     """Every turn of the prompter with the replies to it: the best one to learn, and all pairs of ranked ones.
 
-    Deleted messages and those that reviewers refused are left out with all below them. A turn without a
-    reply is a prompt. Raises BadRow: the messages are no tree of turns by turns.
+    Deleted messages and those that reviewers rejected are left out with everything below them. A turn without
+    a reply is a prompt. Raises BadRow if the messages are not a tree of alternating turns.
     """
     replies = _replies_by_parent(row[TREE])
     examples: list[Example] = []
@@ -81,7 +81,7 @@ def tree_examples(row: Mapping[str, Any]) -> list[Example]:
 def _answered(
     prompt: tuple[Message, ...], answers: Sequence[tuple[Mapping[str, Any], Turn]]
 ) -> list[Example]:
-    """Examples of a prompt and the messages that answer it, with their turns."""
+    """Examples of a prompt and the messages that reply to it, with their turns."""
     ranked = [
         (turn.content, -finite_number("rank", message["rank"]))
         for message, turn in answers
@@ -96,7 +96,7 @@ def _answered(
 
 
 def _replies_by_parent(messages: Sequence[Mapping[str, Any]]) -> dict[Any, list[Mapping[str, Any]]]:
-    """Messages that were neither deleted nor refused, by the id of their parent; None for the first one."""
+    """Messages that were neither deleted nor rejected, by the id of their parent; None for the first one."""
     names = Counter(expect("message_id", m.get("message_id"), str | int, "text") for m in messages)
     name, count = names.most_common(1)[0]
     if count > 1:
@@ -116,7 +116,7 @@ def _replies_by_parent(messages: Sequence[Mapping[str, Any]]) -> dict[Any, list[
 
 
 def _turn(message: Mapping[str, Any], role: str) -> Turn:
-    """The turn of a message, whose role must be `role`: the two take turns."""
+    """The turn of a message, whose role must be `role`: roles alternate."""
     name = message["message_id"]
     if message.get("role") != role:
         raise BadRow(f"message {name!r} has role {message.get('role')!r}; prompter and assistant take turns")

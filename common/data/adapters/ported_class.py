@@ -1,6 +1,6 @@
 """A data set class written for DeepSpeed-Chat, or any class with its methods, read as an Adapter.
 
-Its file stays as it is: nothing of ours is imported there, and it need not derive from anything of ours.
+Its file stays unchanged: it needs no import and no base class of ours.
 """
 
 import contextlib
@@ -27,18 +27,18 @@ _OWN_NAME = re.compile(r"""\bdataset_name\s*=\s*["']([^"']+)["']""")
 
 
 class PortedClass(Adapter):
-    """Rows (dicts) by `get_train_data` and `get_eval_data`, their texts by the five methods.
+    """Rows (dicts) from `get_train_data` and `get_eval_data`, their texts from the five methods.
 
     `get_prompt` is required. DeepSpeed-Chat trains on `get_prompt_and_chosen` and `get_prompt_and_rejected`,
-    so a reply is their text behind the prompt, else that of `get_chosen` and `get_rejected`.
-    A method that gives None leaves the row out of the steps that need it, as in DeepSpeed-Chat; one that
-    raises makes it a bad row of these steps. The output of print() is dropped: it is the same for every row.
+    so a reply is their text after the prompt, else that of `get_chosen` and `get_rejected`. A method that
+    returns None leaves the row out of the steps that need it, as in DeepSpeed-Chat; one that raises makes the
+    row bad in these steps. The output of print() is dropped: it would be repeated for every row.
     """
 
     def __init__(
         self, kind: type, source: str, dataset_name: str = "", given: Mapping[str, Any] | None = None
     ) -> None:
-        """`dataset_name` is an argument of the constructor; empty: the name that the class gives itself.
+        """`dataset_name` is an argument of the constructor; if empty, the name that the class gives itself.
 
         `given` are further arguments of its constructor; its seed is SEED, unless they have another.
         """
@@ -48,7 +48,7 @@ class PortedClass(Adapter):
         self._name = str((given or {}).get("dataset_name") or dataset_name or _own_name(kind))
 
     def load(self) -> tuple[Any, Any]:
-        """See Adapter. Raises ValueError: the class cannot be made, or has no rows."""
+        """See Adapter. Raises ValueError if the class cannot be constructed, or has no rows."""
         train = self._part("get_train_data")
         if train is None:
             raw = getattr(self._inner, "raw_datasets", None)
@@ -95,7 +95,9 @@ class PortedClass(Adapter):
 
     @cached_property
     def _inner(self) -> Any:
-        """An instance of the class. Raises ValueError: its constructor takes something unknown, or raised."""
+        """An instance of the class. Raises ValueError if its constructor has an unknown parameter, or
+        raises.
+        """
         # Some classes write their shares as files: each process has a folder, for as long as this lives.
         self._folder = tempfile.TemporaryDirectory(prefix="triptych-")
         values = {
@@ -117,9 +119,9 @@ class PortedClass(Adapter):
         return ValueError(f"--data_path {self.source}: {reason}")
 
     def _part(self, method: str) -> Any:
-        """The data of a method; None where the class does not have it.
+        """Data of a method; None if the class does not have it.
 
-        Raises ValueError: the method raised, or gave no sequence.
+        Raises ValueError if the method raises, or does not return a sequence.
         """
         if not hasattr(self.kind, method):
             return None
@@ -136,7 +138,7 @@ class PortedClass(Adapter):
         return data
 
     def _ask(self, method: str, row: dict[str, Any]) -> str | BadRow | None:
-        """The text of a method, or the reason why it gave no text; None where the class lacks the method."""
+        """Text of a method, or the reason why it has none; None if the class lacks the method."""
         if not hasattr(self.kind, method):
             return None
         inner = self._inner
@@ -150,7 +152,7 @@ class PortedClass(Adapter):
 
 
 def _own_name(kind: type) -> str:
-    """The name that a class gives itself by `dataset_name = "..."`, in its body or its constructor."""
+    """The name that a class gives itself with `dataset_name = "..."`, in its body or its constructor."""
     text = ""
     with contextlib.suppress(OSError, TypeError):  # it has no source
         text = inspect.getsource(kind)
@@ -159,10 +161,10 @@ def _own_name(kind: type) -> str:
 
 
 def _arguments(kind: type, values: dict[str, Any], given: dict[str, Any]) -> tuple[list, dict[str, Any]]:
-    """Arguments of a constructor: by name where it has DeepSpeed-Chat's names, else the first four or all
-    five by their order, or none; always with those that are `given` by name.
+    """Arguments of a constructor: by name if it has DeepSpeed-Chat's names, else the first four or all five
+    by position, or none; always with those `given` by name.
 
-    Raises TypeError: it needs something else.
+    Raises TypeError if it needs something else.
     """
     signature, ordered = inspect.signature(kind), list(values.values())
     named = {name: values[name] for name in signature.parameters if name in values}
@@ -178,7 +180,7 @@ def _arguments(kind: type, values: dict[str, Any], given: dict[str, Any]) -> tup
 
 
 def _reply(prompt: str, whole: str | BadRow | None, reply: str | BadRow | None) -> str | BadRow | None:
-    """The text behind the prompt in `whole`, else `reply`; else the reason why there is no text."""
+    """The text after the prompt in `whole`, else `reply`; else the reason why there is no text."""
     if isinstance(whole, str):
         head, text = prompt.strip(), whole.strip()
         if text.startswith(head):

@@ -1,7 +1,7 @@
-"""Public data sets by name. A data set in a usual format is an entry of `USUAL_FORMS`, one with other column
-names an entry of `OWN_NAMES`; any other has a function in `REWRITERS` that rewrites its rows.
+"""Public data sets by name. One in a usual format is an entry of `USUAL_FORMS`, one with other column names
+an entry of `OWN_NAMES`; any other has a function in `REWRITERS` that rewrites its rows.
 
-`hub_data.HUB_PLACES` has the places on the hub.
+`hub_data.HUB_PLACES` has their locations on the hub.
 """
 
 import re
@@ -55,7 +55,7 @@ class NamedColumns(AnyForm):
 
 
 def without_cues(row: dict[str, Any]) -> dict[str, Any]:
-    """Replies without the `Assistant:` that they begin with."""
+    """Replies without a leading `Assistant:`."""
     replies = {name: row[name] for name in ("chosen", "rejected") if isinstance(row.get(name), str)}
     return row | {name: LEADING_CUE.sub("", reply) for name, reply in replies.items()}
 
@@ -71,7 +71,7 @@ def vicuna_turns(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_citations(row: dict[str, Any]) -> dict[str, Any]:
-    """answer_0 and answer_1 by score_0 and score_1, whose difference is no margin."""
+    """answer_0 and answer_1 by score_0 and score_1, whose difference is not a margin."""
     question = row["question"]
     answers = [_CITATION.sub("", filled(name, row[name])) for name in ("answer_0", "answer_1")]
     ranks = [-finite_number(name, row[name]) for name in ("score_0", "score_1")]

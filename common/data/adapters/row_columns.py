@@ -1,4 +1,4 @@
-"""Canonical column names of a row, whatever names a public data set uses."""
+"""Canonical column names of a row, for all names that public data sets use."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -44,11 +44,11 @@ NEVER_LEFT_OUT |= dict.fromkeys(
 
 
 class Row(dict[str, Any]):
-    """A row without its nulls, read by the names of the forms, which remembers the columns that were read."""
+    """A row without nulls, read by canonical names; it records the columns that were read."""
 
     def __init__(self, raw: Mapping[str, Any], own_names: Mapping[str, str] | None = None) -> None:
-        """`own_names` are those of --columns, or paths such as "answers.0.text". Raises BadRow: one is not
-        in the row.
+        """`own_names` are those of --columns, or paths such as "answers.0.text". Raises BadRow if one is
+        missing.
         """
         if isinstance(raw.get("input"), Mapping):  # OpenAI's preferences: the dialogue and its tools
             raw = {name: value for name, value in raw.items() if name != "input"} | raw["input"]
@@ -69,7 +69,7 @@ class Row(dict[str, Any]):
         self._read = {"id"}  # it names the row
 
     def own(self, name: str) -> str:
-        """The row's own name of a column."""
+        """The row's own name for a column."""
         return self._names.get(name, name)
 
     def __getitem__(self, name: str) -> Any:
@@ -80,16 +80,16 @@ class Row(dict[str, Any]):
         return super().__contains__(self._names.get(name, name))
 
     def is_filled(self, name: str) -> bool:
-        """Whether a column is there and not blank."""
+        """Whether a column is present and not blank."""
         return name in self and not is_blank(self[name])
 
     def items_of(self, column: str) -> dict[str, Any]:
-        """The items of a list, by their places: `responses[0]`, ... Raises EmptyRow: the list is empty."""
+        """Items of a list, by position: `responses[0]`, ... Raises EmptyRow for an empty list."""
         name = self.own(column)
         return {f"{name}[{i}]": item for i, item in enumerate(filled(name, self[column], list))}
 
     def prompt(self, column: str = "prompt") -> tuple[Message, ...]:
-        """The dialogue or the question in a column, behind the system message and the history."""
+        """The dialogue or the question in a column, after the system message and the history."""
         return self.with_context(self.asked(column))
 
     def asked(self, column: str = "prompt") -> tuple[Message, ...]:
@@ -107,7 +107,7 @@ class Row(dict[str, Any]):
         return (Message("user", question),)
 
     def with_context(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        """Messages behind those of the columns `system` and `history`."""
+        """Messages after those of the columns `system` and `history`."""
         if self.is_filled("history"):
             messages = (*parse_turns("history", _turns_of_history(self["history"])), *messages)
         if not self.is_filled("system"):
@@ -119,7 +119,7 @@ class Row(dict[str, Any]):
         return messages if has_own else (system, *messages)
 
     def unread(self) -> set[str]:
-        """Columns and keys that were not read, in words for the report. Raises BadRow: one matters."""
+        """Columns and keys that were not read, as text for the report. Raises BadRow if one matters."""
         rest = self.keys() - self._read
         for name in NEVER_LEFT_OUT:
             if name in rest and self.is_filled(name):
@@ -129,7 +129,7 @@ class Row(dict[str, Any]):
 
 
 def _value_at(raw: Mapping[str, Any], path: str, name: str) -> Any:
-    """The value of a column, or at a path of keys and places; null where a list is too short."""
+    """The value of a column, or at a path of keys and positions; null if a list is too short."""
     value = raw
     for part in [path] if path in raw else path.split("."):
         if isinstance(value, list | tuple) and part.isdecimal():
@@ -156,6 +156,6 @@ def _turns_of_history(value: Any) -> list[Any]:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names of columns in a sentence."""
+    """Names of columns as a phrase."""
     *first, last = [quoted(name) for name in names][:LONGEST_LIST] or ["nulls alone"]
     return f"{', '.join(first)} and {last}" if first else last

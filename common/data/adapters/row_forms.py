@@ -50,7 +50,7 @@ _LABELS = TRUTHS | dict.fromkeys(_GOOD, True) | dict.fromkeys((*_BAD, "incorrect
 
 def _pair(row: Row) -> list[Example]:
     """`chosen` and `rejected`: replies to the prompt, or two dialogues that end with them, as lists of turns
-    or, without a prompt, as texts. The turns before the replies must be the same, and hold the prompt.
+    or, without a prompt, as texts. The turns before the replies must be equal and include the prompt.
     """
     answers = [row[name] for name in _SIDES]
     prompt = next((row.asked(name) for name in ("prompt", "messages") if name in row), ())
@@ -76,7 +76,7 @@ def _pair(row: Row) -> list[Example]:
 
 
 def _preference(row: Row) -> tuple[float, bool]:
-    """The margin of a pair, and whether its two scores are equal, as some are in UltraFeedback."""
+    """Margin of a pair, and whether its two scores are equal, as some are in UltraFeedback."""
     names = ("margin", "score_chosen", "score_rejected")
     margin, *scores = (finite_number(name, row[name]) if name in row else None for name in names)
     difference = None if None in scores else scores[0] - scores[1]
@@ -94,7 +94,7 @@ def _answer_lists(row: Row) -> list[Example]:
 
 
 def _replies(answers: Mapping[str, Any], prompt: Sequence[Message]) -> list[str | Message]:
-    """Replies by their places; a null is an empty one."""
+    """Replies by position; a null is an empty one."""
     return [parse_reply(place, "" if value is None else value, prompt) for place, value in answers.items()]
 
 
@@ -104,9 +104,9 @@ def _replies(answers: Mapping[str, Any], prompt: Sequence[Message]) -> list[str 
 def _rank(
     row: Row, answers: Mapping[str, Any], numbers: Mapping[str, Any], *, are_ranks: bool
 ) -> list[Example]:
-    """Pairs of the answers to a row's prompt, by scores (the highest is best) or ranks (the lowest is best).
+    """Pairs of the answers to a row's prompt, by scores (highest best) or ranks (lowest best).
 
-    Answers and numbers are given by their places in the row.
+    Answers and numbers are given by their positions in the row.
     """
     prompt = row.prompt()
     sign = -1 if are_ranks else 1
@@ -120,7 +120,7 @@ def _best_first(row: Row) -> list[Example]:
 
 
 def _numbered_responses(column: str, row: Row) -> list[Example]:
-    """`responses` with `scores`, of which the highest is best, or `ranks`, of which the lowest is."""
+    """`responses` with `scores` (highest best) or `ranks` (lowest best)."""
     answers, numbers = row.items_of("responses"), row.items_of(column)
     if len(numbers) != len(answers):
         raise BadRow(f"{column!r} has {len(numbers)} numbers for {len(answers)} responses")
@@ -128,7 +128,7 @@ def _numbered_responses(column: str, row: Row) -> list[Example]:
 
 
 def _has_ranked_objects(row: Row) -> bool:
-    """Whether `answers` holds objects with a rank or a score; else a reward compares with them."""
+    """Whether `answers` holds objects with a rank or a score; others are reference answers for a reward."""
     answers = without_nulls(row["answers"])
     is_list = isinstance(answers, list) and answers
     is_ranking = is_list and all(isinstance(i, Mapping) and ("rank" in i or "score" in i) for i in answers)
@@ -136,7 +136,7 @@ def _has_ranked_objects(row: Row) -> bool:
 
 
 def _ranked_objects(row: Row) -> list[Example]:
-    """Objects of a text and a rank or a score, as Nectar's and UltraFeedback's."""
+    """Objects with a text and a rank or a score, as in Nectar and UltraFeedback."""
     answers, numbers = {}, {}
     for place, item in row.items_of("answers").items():
         item = without_nulls(expect(place, item, Mapping, "an answer with its rank or score"))
@@ -163,9 +163,9 @@ def _two_responses(row: Row) -> list[Example]:
 def group_scored(
     rows: RawRows, score_column: str, own_names: Mapping[str, str], unread: Counter[str]
 ) -> RawRows:
-    """One row of `responses` and `scores` for each prompt of rows of one response and its `score_column`.
+    """One row of `responses` and `scores` per prompt, from rows of one response and its `score_column`.
 
-    Columns that are left out are counted in `unread`.
+    Unread columns are counted in `unread`.
     """
 
     def kept(row: Row) -> set[str]:
@@ -197,7 +197,7 @@ def group_scored(
 
 
 def _reply_to(column: str, row: Row) -> list[Example]:
-    """A prompt and its answer: text, or the turns that follow, all of which are learnt."""
+    """A prompt and its answer: text, or the following turns, all of which are learned."""
     prompt = row.prompt()
     value = row[column]
     absence = row.lacks(f"the row has {listed(row)}, but no `rejected`") if column == "chosen" else None
@@ -215,7 +215,7 @@ def _reply_to(column: str, row: Row) -> list[Example]:
 
 
 def _learn(messages: tuple[Message, ...], absence: BadRow | None = None) -> list[Example]:
-    """A dialogue up to the last reply that is learnt, with the earlier ones that are."""
+    """A dialogue up to the last learned reply, with earlier learned ones."""
     replies = [i for i, message in enumerate(messages) if message.role == "assistant"]
     learned = [i for i in replies if messages[i].is_learned]
     last = (learned or replies)[-1]
@@ -228,8 +228,8 @@ def _learn(messages: tuple[Message, ...], absence: BadRow | None = None) -> list
 
 
 def _dialogue(row: Row) -> list[Example]:
-    """All turns of the assistant are learnt. A last turn of the user is left out, but in `messages` it makes
-    the whole row a prompt.
+    """All turns of the assistant are learned. A final turn of the user is left out, except in `messages`,
+    where it makes the whole row a prompt.
     """
     messages = row.prompt("messages")
     name = row.own("messages")
@@ -240,7 +240,7 @@ def _dialogue(row: Row) -> list[Example]:
 
 
 def _rated(column: str, row: Row) -> list[Example]:
-    """One answer with a label; where the label is neither good nor bad, a prompt for a reward."""
+    """One answer with a label; if the label is neither good nor bad, a prompt for a reward."""
     is_dialogue = column == "messages"
     prompt = row.prompt(column)[: -1 if is_dialogue else None]
     answer = row["messages"][-1:] if is_dialogue else row["response"]
@@ -262,7 +262,7 @@ def _prompt_alone(row: Row) -> list[Example]:
 
 
 class RowForm(NamedTuple):
-    """The columns of a form, its reader, the steps that it serves, and a further condition."""
+    """Columns of a form, its reader, the steps that can use it, and a further condition."""
 
     columns: tuple[str, ...]
     to_examples: Callable[[Row], list[Example]]
@@ -317,7 +317,7 @@ def read_row(
 ) -> list[Example]:
     """Examples of a row of any form; `own_names` are those of --columns; `unread` counts what is not read.
 
-    Raises BadRow: no form fits, or a column holds the wrong thing.
+    Raises BadRow if no form fits, or a column holds a wrong value.
     """
     row = Row(raw, own_names)
     for form in ROW_FORMS:
@@ -329,7 +329,7 @@ def read_row(
 
 
 def _with_tools_and_weight(row: Row, examples: list[Example]) -> list[Example]:
-    """Examples with the row's tools, and without replies where its `weight` is 0."""
+    """Examples with the row's tools, and without replies if its `weight` is 0."""
     if examples[0].prompt and row.is_filled("tools"):
         column = row.own("tools")
         if functions := from_json(column, row["tools"]):
@@ -344,7 +344,7 @@ def _with_tools_and_weight(row: Row, examples: list[Example]) -> list[Example]:
 
 
 def _what_is_missing(row: Row) -> str:
-    """The columns that the row lacks of the nearest form, in words."""
+    """Columns that the row lacks of the nearest form, as text."""
     nearest = max(ROW_FORMS, key=lambda form: (sum(n in row for n in form.columns), -len(form.columns)))
     there = [row.own(name) for name in nearest.columns if name in row]
     if not there:

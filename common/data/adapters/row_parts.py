@@ -58,7 +58,7 @@ _REPLY_MARK = re.compile(r"(?:\A|\n\s*)Assistant:")
 
 
 def parse_dialogue(text: str) -> tuple[Message, ...] | None:
-    """Messages of a Human:/Assistant: text without its last `Assistant:`; None when it is no such text.
+    """Messages of a Human:/Assistant: text without its last `Assistant:`; None for any other text.
 
     In HelpSteer2's texts a turn begins with <extra_id_1>, except for the first one, which is the user's.
     """
@@ -91,7 +91,7 @@ def split_marked(text: str, mark: re.Pattern[str], *, opening_role: str) -> tupl
 def split_transcripts(chosen: str, rejected: str) -> tuple[str, str, str]:
     """Prompt, chosen and rejected reply of two dialogues; the prompt ends at their last common `Assistant:`.
 
-    Raises BadRow: they share none.
+    Raises BadRow if they have none in common.
     """
     shared = commonprefix([chosen, rejected])
     marks = list(_REPLY_MARK.finditer(shared))
@@ -102,7 +102,9 @@ def split_transcripts(chosen: str, rejected: str) -> tuple[str, str, str]:
 
 
 def messages_from_prompt(prompt: Any, column: str = "prompt") -> tuple[Message, ...]:
-    """Messages of a prompt: a dialogue, a bare question, or a list of turns. Raises BadRow: another value."""
+    """Messages of a prompt: a dialogue, a bare question, or a list of turns. Raises BadRow for another
+    value.
+    """
     if isinstance(prompt, list | tuple):
         return parse_turns(column, prompt)
     text = filled(column, prompt)
@@ -113,7 +115,7 @@ def messages_from_prompt(prompt: Any, column: str = "prompt") -> tuple[Message, 
 
 
 def check_filled(where: str, message: Message) -> None:
-    """Raise EmptyRow where a turn of the user or the assistant has no text and no tool call."""
+    """Raise EmptyRow if a turn of the user or the assistant has no text and no tool call."""
     is_empty = is_blank(message.content) and '"tool_calls"' not in message.extras
     if message.role in ("user", "assistant") and is_empty:
         raise EmptyRow(
@@ -122,9 +124,9 @@ def check_filled(where: str, message: Message) -> None:
 
 
 def parse_turns(column: str, value: Any) -> tuple[Message, ...]:
-    """Messages of a list of {"role", "content"}, or of {"from", "value"} as ShareGPT's.
+    """Messages of a list of {"role", "content"}, or of {"from", "value"} as in ShareGPT.
 
-    Raises BadRow: it is no such list, or a role is unknown; EmptyRow: a turn has no text.
+    Raises BadRow for another value or an unknown role; EmptyRow for a turn without text.
     """
     return tuple(_parse_turn(f"{column}[{i}]", turn) for i, turn in enumerate(filled(column, value, list)))
 
@@ -158,7 +160,7 @@ def _parse_turn(where: str, turn: Any) -> Turn:
 
 
 def _only_value(where: str, turn: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """The value under any of several names, None without one. Raises BadRow: two values differ."""
+    """The value under any of several names, None without one. Raises BadRow if two values differ."""
     values = {name: turn[name] for name in names if turn.get(name) is not None}
     first = next(iter(values.values()), None)
     if any(value != first for value in values.values()):
@@ -167,7 +169,7 @@ def _only_value(where: str, turn: Mapping[str, Any], names: Sequence[str]) -> An
 
 
 def _content_text(where: str, content: Any) -> str:
-    """A text, or a list of parts that are texts. Raises BadRow: another kind of part."""
+    """A text, or a list of text parts. Raises BadRow for another kind of part."""
     if isinstance(content, str | None):
         return content or ""
     texts = []
@@ -182,15 +184,15 @@ def _content_text(where: str, content: Any) -> str:
 
 
 def _is_learned(where: str, turn: Mapping[str, Any]) -> bool:
-    """Whether the marks of a turn let step 1 learn it. Raises BadRow: a mark is neither true nor false."""
+    """Whether the marks of a turn let step 1 learn it. Raises BadRow if a mark is neither true nor false."""
     marks = {name: is_true(f"{where}[{name!r}]", turn[name]) for name in _MARKS if turn.get(name) is not None}
     return all(is_marked != (name == "masked") for name, is_marked in marks.items())
 
 
 def parse_functions(where: str, value: Any) -> list[dict[str, Any]]:
-    """Tools, or calls of tools, in OpenAI's form: each {"type": "function", "function": {"name", ...}}.
+    """Tools, or tool calls, in OpenAI's form: each {"type": "function", "function": {"name", ...}}.
 
-    `value` is a list, one item, or the JSON text of either. Raises BadRow: another value.
+    `value` is a list, one item, or the JSON text of either. Raises BadRow for another value.
     """
     value = without_nulls(from_json(where, value))
     result = []
@@ -210,7 +212,7 @@ def _parse_call(where: str, call: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_json(where: str, value: Any) -> Any:
-    """The value of a JSON text; any other value as it is. Raises BadRow: the text is not JSON."""
+    """The value of a JSON text; any other value unchanged. Raises BadRow if the text is not JSON."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
@@ -218,14 +220,14 @@ def from_json(where: str, value: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """A value without the keys of objects that hold null: a table writes them for keys of other rows."""
+    """A value without keys that hold null: a table writes them for keys of other rows."""
     if isinstance(value, Mapping):
         return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def unread_keys(value: Any) -> set[str]:
-    """Keys of turns or of answers that are not read, in words for the report."""
+    """Keys of turns or answers that are not read, as text for the report."""
     unread: set[str] = set()
     for item in value if isinstance(value, list | tuple) else [value]:
         item = item if isinstance(item, Mapping) else {}
@@ -241,15 +243,16 @@ def unread_keys(value: Any) -> set[str]:
 
 
 def quoted(name: Any) -> str:
-    """The name of a column or a key, for a message."""
+    """The name of a column or key, for a message."""
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(name)[:LONGEST_NAME])
     return f"`{shown}`"
 
 
 def parse_reply(column: str, value: Any, prompt: Sequence[Message] = ()) -> str | Message:
-    """A reply, given as text, as a turn of the assistant, or as turns that end with it after `prompt`.
+    """A reply as a turn of the assistant, or as turns that end with it after `prompt`; given as text or
+    turns.
 
-    Raises BadRow: another value, a reply that is context, or turns before it that are not the prompt's.
+    Raises BadRow for another value, a reply that is context, or turns before it that are not the prompt's.
     """
     if isinstance(value, Mapping):
         value = [value]
@@ -267,19 +270,19 @@ def parse_reply(column: str, value: Any, prompt: Sequence[Message] = ()) -> str 
 
 
 def check_end(column: str, last: Message) -> None:
-    """Raise BadRow where the last turn is not the assistant's."""
+    """Raise BadRow unless the last turn is the assistant's."""
     if last.role != "assistant":
         raise BadRow(f"{column} ends with a turn of the {last.role}, not of the assistant")
 
 
 def reply_of(message: Message) -> str | Message:
-    """A reply as an Example holds it: its text, or the message where it has more, as outer white space."""
+    """A reply as an Example holds it: its text, or the message if it has more, such as outer white space."""
     has_more = bool(message.extras) or message.content != message.content.strip()
     return message if has_more else message.content
 
 
 def spoken(messages: Sequence[Message]) -> list[tuple[str, str]]:
-    """Roles and texts of turns, to compare dialogues by."""
+    """Roles and texts of turns, for comparing dialogues."""
     return [(message.role, message.content.strip()) for message in messages]
 
 
@@ -291,7 +294,7 @@ def is_blank(value: Any) -> bool:
 
 
 def check_encodable(text: str) -> None:
-    """Raise BadRow where a text is not Unicode that UTF-8 can hold."""
+    """Raise BadRow if a text cannot be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -299,14 +302,14 @@ def check_encodable(text: str) -> None:
 
 
 def filled(column: str, value: Any, kind: type = str) -> Any:
-    """The text, or the list, in a column. Raises BadRow: it holds another kind; EmptyRow: it is empty."""
+    """The text or list in a column. Raises BadRow for another type; EmptyRow if it is empty."""
     if is_blank(expect(repr(column), value, *_COLUMN_KINDS[kind])):
         raise EmptyRow(f"{column!r} is empty")
     return value
 
 
 def finite_number(column: str, value: Any) -> float:
-    """The number in a column, or in its text. Raises BadRow: no number, or one that fp32 cannot hold."""
+    """The number in a column, or in its text. Raises BadRow unless it is a number that fp32 can hold."""
     text = str(value)
     number = float(text) if _NUMBER.fullmatch(text) else math.nan
     if not abs(number) <= _GREATEST:
@@ -315,7 +318,7 @@ def finite_number(column: str, value: Any) -> float:
 
 
 def truth_of(value: Any, words: Mapping[str, bool]) -> bool | None:
-    """The meaning of a value by `words`, whose keys are lower case or whole numbers; None: it has none."""
+    """The truth value of a value by `words`, whose keys are lower case or integers; None if it has none."""
     text = str(value)
     if _NUMBER.fullmatch(text):
         return words.get(f"{float(text) + 0.0:g}")  # no -0
@@ -323,7 +326,7 @@ def truth_of(value: Any, words: Mapping[str, bool]) -> bool | None:
 
 
 def is_true(where: str, value: Any) -> bool:
-    """Whether a value is 1 or true. Raises BadRow: it is neither that nor 0 or false."""
+    """Whether a value is 1 or true. Raises BadRow unless it is one of 0, 1, false and true."""
     answer = truth_of(value, TRUTHS)
     if answer is None:
         raise BadRow(f"{where} is {value!r}, neither 1 (true) nor 0 (false)")
@@ -331,7 +334,7 @@ def is_true(where: str, value: Any) -> bool:
 
 
 def expect(where: str, value: Any, kind: Any, words: str) -> Any:
-    """A value of the right kind. Raises BadRow: it is of another."""
+    """A value of the right type. Raises BadRow for another."""
     if not isinstance(value, kind):
         kind_of_value = "null" if value is None else f"of type {type(value).__name__}"
         raise BadRow(f"{where} is {kind_of_value}, not {words}")
@@ -347,8 +350,8 @@ def rank_by_score(
 ) -> list[Example]:
     """All pairs of the answers to a prompt, higher scores chosen; equal scores are a tie.
 
-    Steps 1 and 3 use the pairs of the best answer alone, the first of several best. A margin is the
-    difference of two scores; 0 without `with_margin`: the places of an order have no distance.
+    Steps 1 and 3 use the pairs of the best answer only, the first of several best. A margin is the difference
+    of two scores; 0 without `with_margin`: ranks have no distance.
     """
     if len(answers) == 1:
         return [Example(prompt=prompt, chosen=answers[0], absence=EmptyRow("its prompt has one answer only"))]
