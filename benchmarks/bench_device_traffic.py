@@ -1,18 +1,18 @@
 #!/usr/bin/env python
 """Host work per token step and per micro-batch on a GPU: waits, copies and launches. Counts, not times.
 
-python benchmarks/bench_device_traffic.py [--quick]
+    python benchmarks/bench_device_traffic.py [--quick]
 
-Counted on the pretended GPU of the tests: CPU tensors that say cuda:0. A Llama with the heads and the
-vocabulary of Llama-3.2-1B, 2 layers, an eighth of its width, for widths change no count; bf16, ZeRO 1, padded
-micro-batches of 2 short rows, 8 running sequences. What a micro-batch costs is the difference between
-optimizer steps of three and of one, what a layer launches that between models of 2 layers and of 1, what a
-token step costs that between answers of 33 and of 17 tokens.
+Counted on the pretended GPU of the tests: CPU tensors that report cuda:0. The model is a Llama with the heads
+and the vocabulary of Llama-3.2-1B, 2 layers and an eighth of its width (widths change no count); bf16, ZeRO
+1, padded micro-batches of 2 short rows, 8 running sequences. The cost of a micro-batch is the difference
+between optimizer steps of three and of one, the launches of a layer that between models of 2 layers and of 1,
+the cost of a token step that between responses of 33 and of 17 tokens.
 
-  wait     the host stands still until the device has caught up: it can no longer queue work ahead
-  launch   an operation that would start a kernel; a captured graph is one
+  wait     the host waits until the device has caught up: it can no longer queue work ahead
+  launch   an operation that would launch a kernel; a captured graph counts as one
 
-The last line is a JSON object. `ours` is the launches of a token step by a graph, `peer` those of the same
+The last line is a JSON object. `ours` is the launches of a token step with a graph, `peer` those of the same
 step without one; `train_waits` those of the optimizer step of three micro-batches that has most.
 """
 
@@ -60,7 +60,7 @@ SLOTS, PROMPT, ANSWERS = 8, 8, (17, 33)
 
 
 class Traffic(NamedTuple):
-    """What the host did."""
+    """Host work."""
 
     waits: float
     copies: float
@@ -68,7 +68,7 @@ class Traffic(NamedTuple):
     launches: float
 
     def per(self, less: "Traffic", times: int) -> "Traffic":
-        """The difference to `less`, `times` times over."""
+        """The difference to `less`, divided by `times`."""
         return Traffic(*((a - b) / times for a, b in zip(self, less, strict=True)))
 
 
@@ -81,7 +81,7 @@ def count(gpu: Any, run: Callable[[], Any]) -> Traffic:
 
 
 def make_rollout(first: int) -> PackedBatch:
-    """A rollout batch of `NUM_ROWS` that has all that a PPO update reads."""
+    """A rollout batch of `NUM_ROWS` with all keys that a PPO update reads."""
     num_response = torch.full((NUM_ROWS,), NUM_TOKENS // 2)
     ids = torch.arange(NUM_ROWS * NUM_TOKENS // 2) % 8 + 4
     batch = PackedBatch(tuple(range(first, first + NUM_ROWS)), {}, {})
@@ -95,7 +95,7 @@ def make_rollout(first: int) -> PackedBatch:
 
 
 def text_rows(first: int) -> list[dict[str, Any]]:
-    """`NUM_ROWS` rows of text, as step 1 and step 2 have them."""
+    """`NUM_ROWS` rows of text, as in steps 1 and 2."""
     ids, start = [4 + i % 4 for i in range(NUM_TOKENS)], {"margin": 0.0}
     start |= {"chosen_response_start": 4, "rejected_response_start": 4}
     rejected = [*ids[:6], 9, *ids[7:-3]]
@@ -104,8 +104,8 @@ def text_rows(first: int) -> list[dict[str, Any]]:
 
 
 def build_steps(kind: str, stage: int = 1, dtype: str = "bf16", **shape: Any) -> dict[str, Callable]:
-    """Name -> an optimizer step, or the scores, of n micro-batches, of a model that is a policy or a
-    value model by `kind`; in the block of a pretended GPU.
+    """{name: function that runs an optimizer step, or scores, n micro-batches} for a policy or a value model
+    by `kind`; a context with a pretended GPU.
     """
     config, is_policy = small_llama_config(num_labels=1, **shape), kind == "policy"
     torch.manual_seed(0)
@@ -133,7 +133,7 @@ def build_steps(kind: str, stage: int = 1, dtype: str = "bf16", **shape: Any) ->
 
 
 def count_training(shape: dict[str, Any]) -> dict[str, Traffic]:
-    """Cost of each kind of step, by its name: a micro-batch, a step of three."""
+    """Cost of each kind of step, by name: of a micro-batch, and of a step of three."""
     counts = {}
     for kind in ("policy", "value"):
         with pretended_gpu() as gpu:
@@ -147,7 +147,7 @@ def count_training(shape: dict[str, Any]) -> dict[str, Traffic]:
 
 
 def count_decoding(shape: dict[str, Any]) -> dict[str, Traffic]:
-    """Cost of a token step of all slots, by a graph and without one."""
+    """Cost of a token step of all slots, with and without a graph."""
     counts = {}
     ids = torch.arange(SLOTS * PROMPT).view(SLOTS, PROMPT) % 8 + 4
     torch.manual_seed(0)
@@ -171,7 +171,7 @@ def count_decoding(shape: dict[str, Any]) -> dict[str, Traffic]:
 
 
 def main() -> None:
-    """Count, print a row each, and the last line."""
+    """Count, print a row for each, and the last line."""
     args = begin(__doc__)
     shape, rows = (TINY if args.quick else SHAPE), []
     for layers in (1, 2):

@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def as_json(facts: dict[str, Any]) -> str:
-    """The facts as a file, a line for each innermost list or object."""
+    """The facts as a file, with one line for each innermost list or object."""
     text = json.dumps(facts, indent=1)
     return re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda inner: re.sub(r"\s+", " ", inner[0]), text) + "\n"
 

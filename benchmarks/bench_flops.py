@@ -77,7 +77,7 @@ def _added_product(_: Any, left: torch.Size, right: torch.Size, **__: Any) -> in
 
 
 def build_counter() -> FlopCounterMode:
-    """Torch's counter, which also knows the attention of a CPU and sums in place."""
+    """torch's counter, which also counts the attention of a CPU and in-place sums."""
     aten = torch.ops.aten
     more = {
         aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
@@ -89,7 +89,7 @@ def build_counter() -> FlopCounterMode:
 
 @contextmanager
 def counted_phases() -> Iterator[Counter]:
-    """Give the FLOPs of the block by the clocks of its phases; without one by none."""
+    """Context that yields the FLOPs of each phase's clock; those outside a phase have the key None."""
     done, clock = Counter(), COSTS.clock
 
     @contextmanager
@@ -110,7 +110,7 @@ def counted_phases() -> Iterator[Counter]:
 
 @dataclass
 class Work:
-    """What a forward pass has to go through."""
+    """The work of a forward pass."""
 
     tokens: int = 0
     pairs: int = 0  # of a token and itself or one before it
@@ -119,7 +119,7 @@ class Work:
 
     @classmethod
     def of(cls, groups: Groups) -> "Work":
-        """The least work."""
+        """The minimal work."""
         work = cls()
         for group in groups:
             nodes: dict[tuple[int, int], int] = {}  # (what stands before, token): its number
@@ -153,7 +153,7 @@ def forward_flops(config: LlamaConfig, work: Work, head_rows: int) -> int:
 def phase_row(
     config: LlamaConfig, done: int, passes: Iterable[Groups], *, is_policy: bool, is_trained: bool
 ) -> dict[str, int]:
-    """The FLOPs of a phase, done and needed; `passes` are those over its rows."""
+    """FLOPs of a phase, done and needed; `passes` are those over its rows."""
     head_rows, factor = VOCABULARY if is_policy else 1, 3 if is_trained else 1
     needed = sum(factor * forward_flops(config, Work.of(groups), head_rows) for groups in passes)
     if done < needed:
@@ -165,7 +165,7 @@ def phase_row(
 
 
 def row_groups(section: str, batch: PackedBatch) -> Groups:
-    """The sequences of a training batch, and what their losses read."""
+    """Sequences of a training batch, and the positions that their losses read."""
     if section == "sft":
         columns = zip(batch.sequences("input_ids"), batch.sequences("loss_mask"), strict=True)
         return [[(ids.tolist(), set((mask.nonzero() - 1).flatten().tolist()))] for ids, mask in columns]
@@ -183,7 +183,7 @@ def end_or_answer(ids: list[int], start: int, section: str) -> set[int]:
 
 
 def count_training(section: str, folder: str, config: LlamaConfig, num_rows: int) -> dict[str, dict]:
-    """The row of a pass by its one phase."""
+    """The table row of a pass with a single phase."""
     rows = (sft_rows if section == "sft" else pair_rows)(num_rows, seed=1)
     run = bench_train.our_pass(section, rows, folder, is_packed=True)
     passes, train_step = [], single_model.Trainer.train_step
@@ -199,7 +199,7 @@ def count_training(section: str, folder: str, config: LlamaConfig, num_rows: int
 
 
 def response_groups(batches: Iterable[PackedBatch], section: str) -> Groups:
-    """The prompts with their responses, by prompt, and what is read of them."""
+    """The responses grouped by prompt, and the positions that are read."""
     groups: dict[int, list[Read]] = {}
     for batch in batches:
         columns = (batch.sequences("prompt_ids"), batch.sequences("response_ids"))
@@ -212,7 +212,7 @@ def response_groups(batches: Iterable[PackedBatch], section: str) -> Groups:
 def count_rollouts(
     algorithm: str, models: dict[str, str], config: LlamaConfig, num_prompts: int
 ) -> dict[str, dict]:
-    """The rows of the second step of PPO or GRPO by their phases: the first checks the sampler."""
+    """The table rows of the second step of PPO or GRPO by phase: the first step checks the sampler."""
     num_samples = NUM_SAMPLES if algorithm == "grpo" else 1
     flags = {
         "actor_model_name_or_path": models["policy"],

@@ -62,14 +62,14 @@ PAGE_TOKENS, PASS_TOKENS = 32, 512  # of continuous batching
 
 @dataclass(frozen=True)
 class Workload:
-    """Left-padded prompts and how long each response gets."""
+    """Left-padded prompts and the length of each response."""
 
     prompt_ids: torch.Tensor  # (B, P) int64
     prompt_mask: torch.Tensor  # (B, P) int64
     lengths: torch.Tensor  # (B,) int64, response tokens
 
     def part(self, rows: slice) -> "Workload":
-        """Some of its prompts, cut to the width that they need."""
+        """Some of its prompts, trimmed to the width that they need."""
         width = int(self.prompt_mask[rows].sum(1).max())
         return Workload(self.prompt_ids[rows, -width:], self.prompt_mask[rows, -width:], self.lengths[rows])
 
@@ -93,7 +93,7 @@ def chat_workload(*, is_quick: bool) -> Workload:
 
 
 def has_ended(work: Workload, ids: torch.Tensor, _: Any, **__: Any) -> torch.Tensor:
-    """Which responses have their length."""
+    """Whether each response has reached its length."""
     return ids.shape[1] - work.prompt_ids.shape[1] >= work.lengths
 
 
@@ -115,11 +115,11 @@ def run_transformers(model: Any, work: Workload, batch_size: int, **options: Any
 
 
 def time_continuous_batching(model: Any, work: Workload, num_slots: int) -> float:
-    """The seconds of transformers' continuous batching of all responses, `num_slots` at a time.
+    """Seconds of transformers' continuous batching for all responses, `num_slots` at a time.
 
-    Its thread is started before the clock, with the first response, and ended behind it: asleep, it makes
-    whatever else the process does a third slower. Its cache has room for so many of the longest: left to
-    itself, it would take most of the memory.
+    Its thread starts with the first response, before the clock, and ends after it: an idle thread slows the
+    rest of the process by a third. Its cache has room for as many of the longest responses; by default it
+    would take most of the memory.
     """
     model = copy.deepcopy(model)  # its attention is exchanged while it generates
     rows = zip(work.prompt_ids, work.prompt_mask.bool(), work.lengths.tolist(), strict=True)
@@ -156,7 +156,7 @@ def run_ours(generator: Generator, work: Workload) -> None:
 
 
 def deepspeed_rollout(model: Any, work: Workload) -> Callable[[], None]:
-    """DeepSpeed's own rollout of all responses; it always decodes to the longest one."""
+    """DeepSpeed's own rollout of all responses; it always decodes up to the longest one."""
     from deepspeed.runtime.rollout import HybridEngineRollout, RolloutRequest, SamplingConfig
 
     engine = SimpleNamespace(module=model)  # it needs no more of an engine
@@ -167,7 +167,7 @@ def deepspeed_rollout(model: Any, work: Workload) -> Callable[[], None]:
 
 
 def measure(ways: dict[str, Callable[[], float]], work: Workload, num_runs: int) -> Rates:
-    """The response tokens a second of each way, a function that returns seconds."""
+    """Response tokens per second of each way, a function that returns seconds."""
     num_tokens = int(work.lengths.sum())
     rates = {name: lambda run=run: num_tokens / run() for name, run in ways.items()}
     return take_turns(rates, num_runs)
@@ -195,7 +195,7 @@ def compare(model: Any, work: Workload, num_runs: int, title: str, *, with_deeps
 
 
 def run_single(model: Any, work: Workload, num_runs: int, *, is_quick: bool) -> dict[str, Any]:
-    """Our rate with the first prompt alone, and what share of copy bandwidth it reads weights with."""
+    """Our rate for the first prompt alone, and the share of copy bandwidth at which it reads weights."""
     generator, one = Generator(share_weights(model), num_slots=1), work.part(slice(0, 1))
     rates = measure({"ours, one prompt": partial(timed, run_ours, generator, one)}, one, num_runs)
     bandwidth = copy_bandwidth(COPIED_BYTES[is_quick], distributed.device())
@@ -208,7 +208,7 @@ def run_single(model: Any, work: Workload, num_runs: int, *, is_quick: bool) -> 
 
 
 def run_zero3_rank(engine: Any, num_runs: int, is_quick: bool) -> Rates:
-    """The rates of two ranks together: three ways to generate with weights that ZeRO 3 has sharded."""
+    """Rates of two ranks together: three ways to generate with weights sharded by ZeRO 3."""
     engine.eval()
     whole = chat_workload(is_quick=is_quick)
     work = whole.part(slice(distributed.rank(), None, distributed.world_size()))

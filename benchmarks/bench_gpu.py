@@ -65,12 +65,12 @@ def build_opt(size: str, auto_class: Any = AutoModelForCausalLM, *, is_quick: bo
 
 
 def own_dtype() -> torch.dtype:
-    """What this device computes with by default."""
+    """Default precision of this device."""
     return DTYPES[distributed.dtype_name()]
 
 
 class Decode:
-    """Token steps of a model, `batch` sequences at a time."""
+    """Token steps of a model with `batch` sequences at a time."""
 
     def __init__(self, model: PreTrainedModel, batch: int, num_tokens: int, *, use_graphs: bool) -> None:
         self.batch, self.num_tokens = batch, num_tokens
@@ -78,7 +78,7 @@ class Decode:
         self.options = SamplingOptions(num_tokens, stop_token_id=-1, pad_token_id=PAD)
 
     def seconds(self, num_tokens: int) -> float:
-        """The seconds of prompts and as many tokens of each."""
+        """Seconds to read the prompts and to sample as many tokens for each."""
         device = distributed.device()
         ids = torch.randint(FIRST_ID, VOCABULARY, (self.batch, 2 * self.num_tokens), device=device)
         samples = torch.arange(self.batch, device=device)
@@ -87,11 +87,11 @@ class Decode:
         return timed(lambda: self.generator.generate(ids, mask, samples, self.options, limits=limits))
 
     def milliseconds(self) -> float:
-        """Milliseconds of a token step: all tokens less the first alone, which comes with the prompts."""
+        """Milliseconds of a token step: of all tokens minus the first, which comes with the prompts."""
         return 1e3 * (self.seconds(self.num_tokens) - self.seconds(1)) / (self.num_tokens - 1)
 
     def least_milliseconds(self, bandwidth: float) -> float:
-        """Milliseconds that reading weights, keys and values takes at a bandwidth."""
+        """Milliseconds to read weights, keys and values at a bandwidth."""
         model = self.generator.model
         read = sum(p.numel() * p.element_size() for p in model.parameters())
         length = 2.5 * self.num_tokens  # in the middle of the answer
@@ -100,7 +100,7 @@ class Decode:
 
 
 def run_decode(args: Any) -> dict[str, Any]:
-    """The milliseconds of token steps by graphs and plainly, and the least, by batch."""
+    """Milliseconds of token steps with and without graphs, and the least possible, by batch size."""
     model = build_opt("1.3b", is_quick=args.quick)
     bandwidth = copy_bandwidth(COPIED_BYTES // (64 if args.quick else 1), distributed.device())
     print(f"copies: {bandwidth / 1e9:.0f} GB/s")

@@ -40,9 +40,10 @@ WORLD_SIZES = (2, 4)
 
 
 class SwitchMeter(TorchDispatchMode):
-    """Counts, inside a `with`, the bytes that collectives bring to this rank and the memory of new tensors.
+    """Context that counts the bytes that collectives bring to this rank and the memory of new tensors.
 
-    What a rank sends itself is no traffic. `peak_bytes` is the most that tensors made inside held at once.
+    What a rank sends to itself is not traffic. `peak_bytes` is the most that tensors created inside held at
+    once.
     """
 
     def __init__(self) -> None:
@@ -86,7 +87,7 @@ def gather_all(parameters: dict[str, torch.nn.Parameter]) -> None:
 def gather_layers(
     parameters: dict[str, torch.nn.Parameter], cuts: dict[str, Cut], tp_rank: int
 ) -> dict[str, torch.Tensor]:
-    """This rank's slices, by way of one whole layer after the other. Every rank must call this."""
+    """This rank's slices, taken from one whole layer after the other. Every rank must call this."""
     slices = {}
     for names in group_by_layers(list(parameters), 1):
         with torch.no_grad(), gather_whole([parameters[name] for name in names]):
@@ -138,7 +139,7 @@ def measure_size(
 
 
 def check_slices(received: Iterable[tuple[str, TrainedWeight]], expected: dict[str, torch.Tensor]) -> None:
-    """Raise RuntimeError unless both ways gave the same: a benchmark of wrong results says nothing."""
+    """Raise RuntimeError unless both ways gave the same slices."""
     for name, weight in received:
         if not torch.equal(weight.parameter, expected[name]):
             raise RuntimeError(f"{name}: the slice is not that of the whole weight")

@@ -87,10 +87,10 @@ def build_ours(
     num_tokens: int = workload.VOCABULARY,
     **flags: Any,
 ) -> tuple[single_model.Trainer, GlobalBatches]:
-    """What trains a model of `folder`, with --packed or padded in one pass, or as the program does, and its
-    batches.
+    """Our trainer of a model in `folder`, with --packed or padded in one pass or as the program does it, and
+    its batches.
 
-    `num_tokens` is the tokenizer's length. The reference of DPO and KTO has been asked.
+    `num_tokens` is the tokenizer's length. The reference of DPO and KTO has already been computed.
     """
     is_sft, has_reference = section == "sft", section in ("dpo", "kto")
     load = training_loop.load_ranker if section == "reward" else training_loop.load_policy
@@ -168,7 +168,7 @@ def run_section(section: str, args: argparse.Namespace, num_rows: int) -> dict[s
 
 
 def labels_only_ratios(sections: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Our best over TRL's with labels only, of the sections that have it."""
+    """Our best over TRL's with labels only, for the sections that have it."""
     return {
         f"{section}_labels_only": round(best(facts["rates"], "ours") / rate["median"], 4)
         for section, facts in sections.items()

@@ -1,7 +1,7 @@
-"""What the benchmarks share: flags, turns of several ways, TRL as a peer, peak memory, tables, the last line.
+"""Shared parts of the benchmarks: flags, taking turns, TRL as a peer, peak memory, tables, the last line.
 
-The peer runs in its own environment and speaks JSON lines: it says that it is ready, then answers each "go".
-Imported from both environments: the standard library and torch, our own modules inside functions.
+The peer runs in its own environment and exchanges JSON lines: it reports that it is ready, then answers each
+"go". Imported from both environments: the standard library and torch, our own modules inside functions only.
 """
 
 import argparse
@@ -41,11 +41,11 @@ def read_args(
     peer_environment: str = "",
     algorithms: Mapping[str, str] | None = None,
 ) -> argparse.Namespace:
-    """The flags of a benchmark: `quick`, `runs`, `trl_python`, and `algorithm` where `algorithms` have the
+    """The flags of a benchmark: `quick`, `runs`, `trl_python`, and `algorithm` if `algorithms` have the
     `peer_environment` of each; the first is the default.
 
-    `num_runs` is what the baseline has, 0 where rounds are not counted. A peer's interpreter is asked for
-    where an environment of make_peer_env.sh is named; --quick does without. What is none ends the program.
+    `num_runs` is the baseline's number of rounds, 0 if rounds are not counted. A peer's interpreter is
+    required if an environment of make_peer_env.sh is named, except with --quick. Exits if it is not one.
     """
     from common.programs import startup
 
@@ -76,7 +76,7 @@ def read_args(
 
 
 def begin(doc: str, num_runs: int = 0, **options: Any) -> argparse.Namespace:
-    """The flags of `read_args`, for a benchmark of this process alone; `print_result` ends it."""
+    """The flags of `read_args`, for a benchmark in a single process; `print_result` ends it."""
     from common.ranks import distributed
 
     args = read_args(doc, num_runs, **options)
@@ -85,7 +85,7 @@ def begin(doc: str, num_runs: int = 0, **options: Any) -> argparse.Namespace:
 
 
 def in_new_process(measure: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Result of `measure` in a separate process, so that its memory is measured alone."""
+    """Result of `measure` in a separate process, whose memory is measured alone."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(measure, *args, **options).result()
 
@@ -94,14 +94,14 @@ def in_new_process(measure: Callable[..., Any], *args: Any, **options: Any) -> A
 
 
 class Peer:
-    """TRL at a task of trl_peer.py; a context manager. `started` is what it said of itself."""
+    """TRL at a task of trl_peer.py; a context manager. `started` is its report at the start."""
 
     def __init__(self, python: str, **task: Any) -> None:
         self.command = [python, str(PEER), json.dumps(task)]
         self.started: dict[str, Any] = {}
 
     def __enter__(self) -> "Peer":
-        """Start it, with as many threads as we have, and wait until it is ready."""
+        """Start it, with our number of threads, and wait until it is ready."""
         env = {name: value for name, value in os.environ.items() if name not in NOT_FOR_PEERS}
         env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
         pipe = subprocess.PIPE
@@ -115,13 +115,13 @@ class Peer:
         self.process.communicate()
 
     def go(self) -> dict[str, Any]:
-        """Let it do its piece of work; return what it measured."""
+        """Let it take a turn; return what it measured."""
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
         return self._read()
 
     def finish(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Let it train to its end; return what its trainer has logged, and its rollouts."""
+        """Let it train to its end; return its trainer's log and its rollouts."""
         rollouts: list[dict[str, Any]] = []
         while "history" not in (answer := self.go()):
             if "rollout" in answer:
@@ -136,7 +136,7 @@ class Peer:
 
 
 class Turns:
-    """The peer's end. Make it before a library prints: it keeps standard output for the protocol alone."""
+    """The peer's end. Create it before a library prints: it reserves standard output for the protocol."""
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -150,13 +150,15 @@ class Turns:
         self._began = time.perf_counter()
 
     def answer(self, **facts: Any) -> None:
-        """Say that the set-up is done, or what was done in a turn, with its seconds."""
+        """Report that the set-up is done, or the result of a turn, with its seconds."""
         facts["seconds"] = time.perf_counter() - self._began
         self._answers.write(json.dumps(facts) + "\n")
 
 
 def plan_run(flags: Mapping[str, Any], models: Any = None) -> Any:
-    """The run that `tools.plan` makes of its flags, a switch is True; `models`: those read before."""
+    """The run that `tools.plan` builds from flags; True stands for a switch; `models` are already read
+    ones.
+    """
     from common.flags.args import Problems
     from tools.planned_run import PlanArguments, build_run, read_run
     from tools.step_flags import parse_step_args
@@ -177,7 +179,7 @@ def plan_run(flags: Mapping[str, Any], models: Any = None) -> Any:
 
 
 def timed(run: Callable[..., Any], *args: Any) -> float:
-    """The seconds of `run(*args)`; a device's work runs behind the host's, and is waited for."""
+    """Seconds of `run(*args)`, including the device's work."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     wait()
     started = time.perf_counter()
@@ -189,13 +191,13 @@ def timed(run: Callable[..., Any], *args: Any) -> float:
 
 
 class PeakShares:
-    """What share of this process's own product peak each way reaches, with FLOPs by the count of perf/mfu."""
+    """Share of this process's own peak FLOP/s that each way reaches, with the FLOPs of perf/mfu."""
 
     def __init__(self) -> None:
         self.rates: dict[str, list[float]] = {}  # FLOPs a second of its runs
 
     def timed(self, name: str, run: Callable[[], Any]) -> float:
-        """The seconds of a run of ours, whose models count what they do."""
+        """Seconds of a run of ours, whose models count their FLOPs."""
         from common.ranks.step_costs import COSTS
 
         with mock.patch.object(COSTS, "count", wraps=COSTS.count) as count:
@@ -204,7 +206,7 @@ class PeakShares:
         return seconds
 
     def add(self, name: str, flops_per_second: float) -> None:
-        """Take the rate of a run."""
+        """Record the rate of a run."""
         self.rates.setdefault(name, []).append(flops_per_second)
 
     def facts(self, dtype: str = "fp32") -> dict[str, Any]:
@@ -222,16 +224,16 @@ class PeakShares:
 
 
 def copy_bandwidth(num_bytes: int, device: Any = "cpu") -> float:
-    """The bytes a second that a copy reads and writes at best."""
+    """Best bytes per second that a copy reads and writes."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / min(timed(lambda: target.copy_(source)) for _ in range(10))
 
 
 def take_turns(ways: Mapping[str, Callable[[], float]], num_runs: int) -> Rates:
-    """Median, low and high of what each way returns, of `num_runs` rounds; one before is not counted.
+    """Median, low and high of each way's results over `num_runs` rounds, after one that is not counted.
 
-    The ways take turns in every round, so that a slower minute of the machine is everybody's.
+    All ways run in every round, so that slow minutes of the machine affect all of them.
     """
     values: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(num_runs + 1):
@@ -245,15 +247,15 @@ def take_turns(ways: Mapping[str, Callable[[], float]], num_runs: int) -> Rates:
 
 
 def best(rates: Rates, prefix: str) -> float | None:
-    """The best median of the ways whose name begins so, None without any; more is better."""
+    """The best median of the ways whose name has this prefix, None without any; more is better."""
     return max((rate["median"] for name, rate in rates.items() if name.startswith(prefix)), default=None)
 
 
 def print_rates(
     title: str, rates: Rates, peer: str, unit: str = "tokens/s", *, is_lower_better: bool = False
 ) -> float:
-    """Print the ways, and how much better each is than the best whose name begins with `peer`; return that of
-    our best one.
+    """Print the ways, and the ratio of each to the best whose name begins with `peer`; return that of our
+    best.
     """
     merits = {name: rate["median"] ** (-1 if is_lower_better else 1) for name, rate in rates.items()}
     base = max(merit for name, merit in merits.items() if name.startswith(peer))
@@ -275,7 +277,7 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 def print_result(
     name: str, ours: float, peer: float | None, *, is_lower_better: bool = False, **facts: Any
 ) -> None:
-    """Print the last line: what made it, `ours`, `peer`, `ratio` (None alone) and whatever else."""
+    """Print the last line: the command, `ours`, `peer`, `ratio` (or None) and further facts."""
     from common.ranks import distributed
 
     ratio = None if peer is None else round(peer / ours if is_lower_better else ours / peer, 4)
@@ -307,7 +309,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def start_peak() -> int:
-    """Give free memory back to the system, reset the kernel's peak, return what is resident; Linux only."""
+    """Return free memory to the system, reset the kernel's peak, return the resident bytes; Linux only."""
     gc.collect()
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):  # glibc
@@ -317,7 +319,7 @@ def start_peak() -> int:
 
 
 def peak_since(resident_bytes: int) -> int:
-    """The bytes by which resident memory rose above what it was at its highest."""
+    """Bytes by which the peak of resident memory exceeds an earlier value."""
     return _status_bytes("VmHWM") - resident_bytes
 
 

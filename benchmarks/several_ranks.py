@@ -1,4 +1,4 @@
-"""What the benchmarks of several ranks share: starting ranks, an engine of ZeRO 3, bytes received."""
+"""Shared parts of the benchmarks with several ranks: starting ranks, an engine of ZeRO 3, bytes received."""
 
 import os
 import tempfile
@@ -18,8 +18,8 @@ from step1_sft.arguments import SFTArguments
 
 
 def run_ranks(work: Callable[..., Any], model: Any, num_ranks: int, *args: Any) -> Any:
-    """What `work(engine, *args)` gives on the first of several ranks whose engines are ZeRO 3's of the
-    model.
+    """Result of `work(engine, *args)` on the first of several ranks whose engines hold the model under ZeRO
+    3.
     """
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -27,8 +27,8 @@ def run_ranks(work: Callable[..., Any], model: Any, num_ranks: int, *args: Any) 
 
 
 def start_ranks(work: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
-    """What `work(*args)` gives on the first of several ranks, one thread each; on the CPU where GPUs
-    are few.
+    """Result of `work(*args)` on the first of several ranks, one thread each; on the CPU without enough
+    GPUs.
     """
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     if torch.cuda.device_count() < num_ranks:
@@ -63,10 +63,10 @@ def _with_engine(folder: str, work: Callable[..., Any], *args: Any) -> Any:
 
 
 def received_bytes(operation: Any, args: Sequence[Any]) -> float:
-    """Bytes that a rank receives by a collective, an operation of torch's dispatcher, by the least that it
-    takes: of an all-reduce of M bytes 2 (n - 1) / n M, as by a ring. What a rank sends itself is no traffic.
+    """Bytes that a rank receives by a collective, an operation of torch's dispatcher, at the least: for an
+    all-reduce of M bytes 2 (n - 1) / n M, as in a ring. What a rank sends to itself is not traffic.
 
-    Raises NotImplementedError for one that nobody has needed yet.
+    Raises NotImplementedError for collectives that no benchmark uses.
     """
     name = operation._schema.name.removeprefix("c10d::")
     group = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))

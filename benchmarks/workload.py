@@ -60,7 +60,7 @@ def small_llama_config(**changes: Any) -> LlamaConfig:
 
 
 def size_of(**changes: Any) -> str:
-    """The size of `small_llama_config` with these changes, as the benchmarks' last lines have it."""
+    """Size of `small_llama_config` with these changes, as printed in the benchmarks' last lines."""
     config = small_llama_config(**changes)
     size = f"{config.num_hidden_layers} layers, hidden {config.hidden_size}"
     return f"{size}, vocabulary {config.vocab_size}, fp32"
@@ -99,14 +99,14 @@ def pair_rows(n: int, seed: int) -> list[dict[str, Any]]:
 
 
 def ppo_prompts(n: int, seed: int, max_tokens: int) -> list[dict[str, Any]]:
-    """Rows of `input_ids`: prompts of `max_tokens` at most."""
+    """Rows of `input_ids`: prompts of at most `max_tokens`."""
     generator = torch.Generator().manual_seed(seed)
     lengths = _draw_lengths(torch.randn(n, generator=generator), PROMPT, (8, max_tokens))
     return [{"row_id": str(i), "input_ids": _draw_ids(int(k), generator)} for i, k in enumerate(lengths)]
 
 
 def memory_rows(n: int, num_tokens: int, vocabulary: int) -> list[dict[str, Any]]:
-    """Rows as `sft_rows` does, all of one length, a third of it the prompt."""
+    """Rows like those of `sft_rows`, all of one length, a third of it the prompt."""
     num_prompt = max(num_tokens // 3, 1)
     mask = [0] * num_prompt + [1] * (num_tokens - num_prompt)
     ids = torch.randint(FIRST_ID, vocabulary, (n, num_tokens)).tolist()
@@ -114,7 +114,7 @@ def memory_rows(n: int, num_tokens: int, vocabulary: int) -> list[dict[str, Any]
 
 
 def memory_pairs(n: int, num_tokens: int, vocabulary: int) -> list[dict[str, Any]]:
-    """Rows as `pair_rows` does, all sequences of one length, a third of it the common prompt."""
+    """Rows like those of `pair_rows`, all sequences of one length, a third of it the common prompt."""
     rows, pairs = memory_rows(2 * n, num_tokens, vocabulary), []
     for chosen, rejected in zip(rows[:n], rows[n:], strict=True):
         start = chosen["loss_mask"].index(1)
@@ -134,7 +134,7 @@ def build_tokenizer(vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
 
 
 def build_policy(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
-    """A random model that ends its responses with EOS_PROBABILITY at every token."""
+    """A random model that ends its responses with probability EOS_PROBABILITY at every token."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config).eval()
     log_odds, weights = math.log(EOS_PROBABILITY / (1 - EOS_PROBABILITY)), []

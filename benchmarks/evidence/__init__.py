@@ -1,1 +1,1 @@
-"""The sections of docs/results.md: a TOML file each, which runs.py runs, or a module with a `measure`."""
+"""The sections of docs/results.md: TOML files, run by runs.py, and modules with a `measure`."""

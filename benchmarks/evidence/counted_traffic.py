@@ -1,4 +1,4 @@
-"""What ranks of gloo receive in a step, counted, beside what tools/traffic_plan.py says of the same step."""
+"""Bytes that ranks of gloo receive in a step, counted, compared with tools/traffic_plan.py."""
 
 import contextlib
 import json
@@ -44,7 +44,7 @@ PPO = {
 
 
 def ppo_flags(stage: int, **more: Any) -> dict[str, Any]:
-    """The flags of a PPO step whose trained models are under one ZeRO stage."""
+    """Flags of a PPO step whose trained models use one ZeRO stage."""
     return PPO | {"actor_zero_stage": stage, "critic_zero_stage": stage} | more
 
 
@@ -79,10 +79,10 @@ PHASES = {
 
 
 class TrafficMeter(TorchDispatchMode):
-    """Adds up, by the plan's phase, the bytes that collectives bring to this rank inside a `with`.
+    """Context that sums, by the plan's phases, the bytes that collectives bring to this rank.
 
-    `received` are those of weights, gradients and hidden states: of fp32, and of more numbers than a norm.
-    `control` is the rest: token ids, scores and texts that ranks tell each other, sums of metrics.
+    `received` are those of weights, gradients and hidden states: fp32, and more numbers than a norm.
+    `control` is the rest: token ids, scores and texts that ranks exchange, and sums of metrics.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class TrafficMeter(TorchDispatchMode):
 
 
 def wire_bytes() -> int:
-    """The bytes that the TCP sockets of this process have received, by the kernel; Linux only."""
+    """Bytes that the TCP sockets of this process have received, from the kernel; Linux only."""
     total, seen = 0, set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile, or no socket of TCP
@@ -178,7 +178,7 @@ def make_row(index: int) -> dict[str, Any]:
 
 
 def plan_case(case: str, folder: str, num_ranks: int) -> dict[str, float]:
-    """Planned bytes that a rank receives in each phase of a case, in bytes."""
+    """Planned bytes that a rank receives in each phase of a case."""
     step, flags = CASES[case]
     flags = flags | {"stage": step, "gpu": "cpu", "num_gpus": num_ranks, "ds_config": f"{folder}/ds.json"}
     if step == 1:
@@ -193,7 +193,7 @@ def plan_case(case: str, folder: str, num_ranks: int) -> dict[str, float]:
 
 
 def count_all(cases: list[str], sizes: list[int]) -> list[dict[str, Any]]:
-    """A row for each case and number of ranks: what is planned, and what was counted."""
+    """A row for each case and number of ranks: planned and counted bytes."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)

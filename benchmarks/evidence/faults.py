@@ -1,6 +1,6 @@
-"""Mistakes of PPO programs, each put into ours by `--plugins benchmarks.evidence.faults`: FAULT names one.
+"""Typical mistakes of PPO programs, planted into ours by `--plugins benchmarks.evidence.faults`.
 
-Nothing else of the run changes. FAULT is a variable of the environment.
+The environment variable FAULT names one; nothing else of the run changes.
 """
 
 import os
@@ -18,9 +18,9 @@ DROPOUT = 0.1
 
 
 def length_searched_for_pad() -> None:
-    """The stop token is taken for padding, as where EOS is PAD and a response ends at the first PAD.
+    """The stop token is taken for padding, as if EOS is PAD and a response ends at the first PAD.
 
-    It is in no loss, and the score stands on the token before it.
+    It is in no loss, and the score is at the token before it.
     """
     plain = generate.collect_responses
 
@@ -36,7 +36,7 @@ def length_searched_for_pad() -> None:
 
 
 def score_lost_with_eos() -> None:
-    """The score of a response that has ended stands behind its last token, where no loss looks."""
+    """The score of a finished response is after its last token, outside every loss."""
     plain = algorithms.shaped_scores
 
     def scores(batch: Any, args: Any) -> torch.Tensor:
@@ -46,7 +46,7 @@ def score_lost_with_eos() -> None:
 
 
 def bf16_logprobs() -> None:
-    """Log-probabilities are rounded to bf16 wherever they come from: sampler, trainer, reference."""
+    """All log-probabilities are rounded to bf16: sampler, trainer, reference."""
     plain_scores, plain_sample = output_head._TokenScores.apply, decode.sample_tokens
 
     def rounded(logprobs: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ def mean_of_each_micro_batch() -> None:
 
 
 def dropout_in_updates() -> None:
-    """The passes of the updates have dropout; those of the rollout have none."""
+    """The updates' passes have dropout; those of the rollout have none."""
     plain = loading.set_dropout
     loading.set_dropout = lambda owner, dropout: plain(owner, DROPOUT)
 

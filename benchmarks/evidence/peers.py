@@ -67,7 +67,7 @@ Sides = dict[str, list[float]]  # ours and TRL's metric by step
 
 
 def measure(pythons: list[str], *, is_quick: bool) -> Measured:
-    """How far the sides are from each other, and their curves; `pythons`: of TRL 1.16, and 1.12 for PPO."""
+    """Differences between the sides, and their curves; `pythons`: of TRL 1.16, and 1.12 for PPO."""
     torch.set_num_threads(1)
     startup.quiet_libraries()
     distributed.start()
@@ -90,7 +90,7 @@ def measure(pythons: list[str], *, is_quick: bool) -> Measured:
 
 
 class Seed:
-    """Data and models of a seed, and what the sides make of them."""
+    """Data and models of a seed, and the results of both sides."""
 
     def __init__(self, seed: int, folder: Path, pythons: list[str], *, is_quick: bool) -> None:
         self.seed, self.folder, self.pythons = seed, folder, pythons
@@ -119,13 +119,13 @@ class Seed:
         return results
 
     def train(self, task: str, *kept: str) -> Sides:
-        """The metrics of both sides; our model is kept under these names."""
+        """Metrics of both sides; our model is stored under these names."""
         options = {"learning_rate": RATES[task], "weight_decay": WEIGHT_DECAY, "num_train_epochs": 1}
         history, _ = self.run_trl(task, self.rows[task], options | {"train_sampling_strategy": "sequential"})
         return trl_metrics(task, history) | {"ours": self.train_ours(task, self.rows[task], *kept)}
 
     def train_ours(self, task: str, rows: list[dict[str, Any]], *kept: str) -> list[float]:
-        """Our metrics; the rows are trained on from first to last."""
+        """Our metrics; the rows are trained on in their order."""
         model = self.folder / ("reward" if task == "reward" else "policy")
         with tempfile.TemporaryDirectory() as output_dir, as_they_stand():
             trainer, batches = build_ours(
@@ -146,7 +146,7 @@ class Seed:
         return curves[METRICS[task][0]].values
 
     def sample(self, task: str) -> dict[str, Sides]:
-        """The scores of both sides, and what ours makes of TRL's rollouts."""
+        """Scores of both sides, and our results on TRL's rollouts."""
         of_rows = (tuple(row["answer_ids"][: row["answer_response_start"]]) for row in self.rows["kto"])
         prompts = number_rows(dict.fromkeys(of_rows))
         num_prompts, num_samples, _ = SAMPLED[task]
@@ -171,7 +171,7 @@ class Seed:
         return results
 
     def steps(self, task: str, prompts: list[dict[str, Any]], name: str = "", **flags: Any) -> list[float]:
-        """The metric of our steps on these prompts; `name`: of METRICS, where it is not the task's."""
+        """The metric of our steps on these prompts; `name` is one of METRICS, by default the task's."""
         num_prompts, num_samples, num_epochs = SAMPLED[task]
         step = our_step(
             prompts,
@@ -201,7 +201,7 @@ class Seed:
     def run_trl(
         self, task: str, rows: list[dict[str, Any]], options: dict[str, Any], **more: Any
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """TRL's log, and its rollouts; nothing where its Python is not given."""
+        """TRL's log, and its rollouts; empty without its Python."""
         pythons = self.pythons[1:] if task == "ppo" else self.pythons
         if not pythons:
             return [], []
@@ -214,14 +214,14 @@ class Seed:
 
 
 def trl_metrics(task: str, history: list[dict[str, Any]]) -> Sides:
-    """The task's metric of what TRL has logged as `trl`; nothing where it was not run."""
+    """The task's metric from TRL's log `trl`; empty if it was not run."""
     name = METRICS[task][1]
     values = [row[name] for row in history if name in row]
     return {"trl": values} if history else {}
 
 
 def as_they_stand() -> Any:
-    """The block in which batches have the rows from first to last."""
+    """Context in which batches have the rows in their order."""
     return mock.patch.object(GlobalBatches, "_order_of", lambda self, _: np.arange(len(self.dataset)))
 
 
@@ -268,8 +268,8 @@ def build_rows(seed: int, num_rows: int) -> tuple[dict[str, list[dict[str, Any]]
 
 
 def pair_as_trl(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """KTO's rows with the mismatched answers that TRL gives them: each its predecessor's in the
-    optimizer step, the first one the last one's.
+    """KTO's rows with TRL's mismatched answers: each its predecessor's in the optimizer step, the first one
+    the last one's.
     """
     results = []
     for place, row in enumerate(rows):
@@ -287,7 +287,7 @@ def sides_of(runs: Sequence[dict[str, Any]]) -> list[str]:
 
 def compare(task: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Last losses of a task's runs, and the differences of the sides at the first step, the last one, and the
-    largest; or the scores of the first and of the last steps, for each seed. Losses are means of the seeds.
+    largest; or the scores of the first and of the last steps, per seed. Losses are means over seeds.
     """
     summary: dict[str, Any] = {}
     for side in sides_of(runs):
@@ -310,7 +310,7 @@ def largest_differences(runs: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def draw(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Curve]]:
-    """Losses of the first seed, means of the scores of all, and the differences of the losses."""
+    """Losses of the first seed, mean scores over seeds, and the differences of the losses."""
     panels = {}
     differences = {}
     for task, rows in runs.items():
@@ -333,7 +333,7 @@ def draw(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Curve]]:
 
 
 def shorten(curves: dict[str, Curve]) -> dict[str, Any]:
-    """The steps and values of a panel's curves, MOST_POINTS at most."""
+    """Steps and values of a panel's curves, at most MOST_POINTS each."""
     shortened = {}
     for name, curve in curves.items():
         stride = math.ceil(len(curve.values) / MOST_POINTS)

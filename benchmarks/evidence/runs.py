@@ -62,7 +62,9 @@ def read_section(name: str, *, is_quick: bool = False, data: Sequence[str] = ())
 
 
 def measure(name: str, *, is_quick: bool, data: Sequence[str] = ()) -> Measured:
-    """Run what has not been run of a section; its facts, the panels of its figure, and what is across."""
+    """Run the missing runs of a section; return its facts, the panels of its figure, and its horizontal
+    axis.
+    """
     section = read_section(name, is_quick=is_quick, data=data)
     with tempfile.TemporaryDirectory() as scratch:
         folder = ROOT / "output/evidence" / name
@@ -73,7 +75,7 @@ def measure(name: str, *, is_quick: bool, data: Sequence[str] = ()) -> Measured:
 
 
 def run_all(section: Section, folder: Path) -> Runs:
-    """The runs of each case, made where they are not in the folder."""
+    """The runs of each case; those missing from the folder are run."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, command in section["prepare"].items():
         done = folder / f"{name}.done"
@@ -87,7 +89,7 @@ def run_all(section: Section, folder: Path) -> Runs:
 
 
 def run_case(section: Section, folder: Path, name: str, seed: int) -> dict[str, Any]:
-    """The kept curves of a run by step, and the seconds that its steps took up to each."""
+    """The kept curves of a run by step, and the seconds of its steps up to each."""
     place = folder / f"{name}-{seed}".replace(":", "_").replace(" ", "_")
     if not (place / FINISHED_FILE).is_file():
         case = section["cases"][name]
@@ -112,7 +114,7 @@ def run_case(section: Section, folder: Path, name: str, seed: int) -> dict[str, 
 
 
 def run_alone(values: Mapping[str, Any]) -> None:
-    """Run `command` with `values` filled in, one thread; what it prints is shown where it fails."""
+    """Run `command` with `values` filled in, in one thread; its output is shown if it fails."""
     command = shlex.split(
         values["command"].format(**values).format(**values)
     )  # words and flags have keys, too
@@ -124,7 +126,7 @@ def run_alone(values: Mapping[str, Any]) -> None:
 
 
 def thin(curve: Curve, every: int) -> Curve:
-    """The curve of the means of `every` values, each at the last one's step."""
+    """The curve of the means of `every` values, each at the step of the last one."""
     starts = range(0, len(curve.values) - every + 1, every)
     steps = [curve.steps[start + every - 1] for start in starts]
     return Curve(steps, [statistics.fmean(curve.values[start : start + every]) for start in starts])
@@ -134,7 +136,7 @@ def thin(curve: Curve, every: int) -> Curve:
 
 
 def describe(section: Section, runs: Runs) -> dict[str, Any]:
-    """Facts of a section: what each case ended with, and all runs."""
+    """Facts of a section: the final values of each case, and all runs."""
     cases = {}
     for name, rows in runs.items():
         cases[name] = summarise(section, rows, runs[section["cases"][name].get("base", name)])
@@ -142,16 +144,16 @@ def describe(section: Section, runs: Runs) -> dict[str, Any]:
 
 
 def shortened(run: dict[str, Any]) -> dict[str, Any]:
-    """A run for a file of facts: the numbers of its curves to `DIGITS` decimals."""
+    """A run for a file of facts: the numbers of its curves with `DIGITS` decimals."""
     curves = {key: value for key, value in run.items() if isinstance(value, list)}
     return run | {key: [round(number, DIGITS) for number in values] for key, values in curves.items()}
 
 
 def summarise(section: Section, runs: Sequence[dict], base: Sequence[dict]) -> dict[str, Any]:
-    """What the runs of a case ended with; a run has collapsed that ends below its first score.
+    """Final values of a case's runs; a run that ends below its first score has collapsed.
 
-    `cost` is by how much `base`, runs of the same seeds, end above: the mean, and its 95 % interval. Metrics
-    beside the score are means of the seeds.
+    `cost` is how much higher `base`, with runs of the same seeds, ends: the mean, and its 95 % interval.
+    Other metrics are means over seeds.
     """
     score = section["score"]
     last = [run[score][-1] for run in runs]
@@ -173,7 +175,7 @@ def summarise(section: Section, runs: Sequence[dict], base: Sequence[dict]) -> d
 
 
 def mean_with_interval(numbers: Sequence[float]) -> list[float]:
-    """The mean and its 95 % interval, by 10,000 means of as many numbers drawn with replacement."""
+    """The mean and its 95 % bootstrap interval, from 10,000 resamples."""
     draw = random.Random(0)
     means = sorted(statistics.fmean(draw.choices(numbers, k=len(numbers))) for _ in range(10_000))
     return [statistics.fmean(numbers), means[250], means[9749]]

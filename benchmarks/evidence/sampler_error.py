@@ -20,13 +20,13 @@ TOKENS = 300  # after so many the size is set anew
 
 
 def accept_faults() -> None:
-    """Let the run load a family that computes otherwise than transformers, which is refused else."""
+    """Let the run load a family that computes other numbers than transformers; otherwise it is rejected."""
     family_probe._measure = lambda *_: family_probe.FamilyProbe()
     decode_probe._measure = lambda *_: ""
 
 
 class SamplerError:
-    """Stands before `sample_tokens`; `size` is the noise's standard deviation."""
+    """Replaces `sample_tokens`; `size` is the noise's standard deviation."""
 
     def __init__(self, kind: str, nats: float, seed: int = 0) -> None:
         self.is_biased = {"biased": True, "unbiased": False}[kind]

@@ -1,6 +1,6 @@
 """Bytes, memory and seconds of steps as ranks grow: bytes counted on ranks of gloo, the rest planned.
 
-The seconds are those of tools/time_plan.py: no GPU has run any of it.
+The seconds are those of tools/time_plan.py: nothing has run on a GPU.
 """
 
 import itertools
@@ -73,8 +73,8 @@ DOUBTS: dict[str, dict[str, Any]] = {
 def measure(*, is_quick: bool) -> Measured:
     """The section's facts and its figure.
 
-    Raises RuntimeError where ranks receive other bytes than the plan says: its other figures would say
-    nothing.
+    Raises RuntimeError if ranks receive other bytes than planned: the other figures would then be
+    meaningless.
     """
     counted = count_all(QUICK_CASES, [2]) if is_quick else count_all(list(CASES), list(RANKS))
     for row in counted:
@@ -100,7 +100,7 @@ def measure(*, is_quick: bool) -> Measured:
 
 
 def check_counted(row: dict[str, Any]) -> None:
-    """Raise RuntimeError unless each phase received what was planned, and the sockets what was counted."""
+    """Raise RuntimeError unless each phase received the planned bytes, and the sockets the counted ones."""
     pairs = {name: (row["received"].get(name, 0), planned) for name, planned in row["planned"].items()}
     pairs["all, on sockets"] = (row["on_wire"], row["expected_on_wire"])
     pairs |= {name: (num, 0) for name, num in row["received"].items() if name not in row["planned"]}
@@ -116,7 +116,7 @@ def check_counted(row: dict[str, Any]) -> None:
 
 @cache
 def read_models(path: str, algorithm: str) -> Models:
-    """The models of step 3: the critic and the reward model are of the actor's size."""
+    """The models of step 3: critic and reward model have the actor's size."""
     return plan_run(model_flags(path, algorithm)).models
 
 
@@ -129,15 +129,15 @@ def model_flags(path: str, algorithm: str) -> dict[str, Any]:
 
 
 def make_run(path: str, flags: dict[str, Any]) -> Run:
-    """A run of step 3 with these flags beside FLAGS."""
+    """A run of step 3 with these flags in addition to FLAGS."""
     algorithm = flags.get("algorithm", "ppo")
     flags = model_flags(path, algorithm) | FLAGS | flags
     return plan_run(flags, read_models(path, algorithm))
 
 
 def find_layouts(path: str, num_gpus: int) -> Iterator[dict[str, Any]]:
-    """The flags of each way to generate: with the most slots, and then with the largest micro-batches, that
-    fit; one that does not fit with the least of both.
+    """The flags of each way to generate with the most slots, and then the largest micro-batches, that fit;
+    the least of both if nothing fits.
     """
     actor = read_models(path, "ppo")["actor"]
     sizes = [t for t in working_tp_sizes(actor.plain) if num_gpus % t == 0]
@@ -167,7 +167,7 @@ def take_largest(path: str, num_gpus: int, flags: dict[str, Any]) -> dict[str, A
 
 
 def make_large_run(path: str, num_gpus: int, flags: dict[str, Any]) -> Run:
-    """A run of NUM_PROMPTS prompts on so many GPUs."""
+    """A run of NUM_PROMPTS prompts on this number of GPUs."""
     rows = NUM_PROMPTS // num_gpus
     sizes = {
         "num_gpus": GPUS_OF_MACHINE,
@@ -179,8 +179,8 @@ def make_large_run(path: str, num_gpus: int, flags: dict[str, Any]) -> Run:
 
 
 def plan_fastest(name: str, num_gpus: int) -> dict[str, Any]:
-    """The fastest way that fits of a model on so many GPUs; where none fits the one that lacks least, without
-    seconds.
+    """The fastest way that fits for a model on this number of GPUs; if none fits, the one that lacks least,
+    without seconds.
     """
     ways = []
     for flags in find_layouts(MODELS[name], num_gpus):
@@ -214,7 +214,7 @@ def generation_share(row: dict[str, Any], doubt: str) -> float:
 
 
 def draw_model(planned: list[dict[str, Any]], name: str) -> dict[str, Curve]:
-    """A model's curves, one for each kind of phase: a level one scales perfectly."""
+    """A model's curves, one for each kind of phase: a level curve scales perfectly."""
     rows = [row for row in planned if row["model"] == name and row["fits"]]
     gpus = [row["gpus"] for row in rows]
     curves = {}

@@ -65,7 +65,7 @@ class Turn(NamedTuple):
 
 
 def load_conversations() -> list[tuple[str, ...]]:
-    """Every distinct conversation of chitchat-dataset in its stored order, messages whitespace normalised."""
+    """Every distinct conversation of chitchat-dataset in its stored order, with normalised white space."""
     import chitchat_dataset
 
     conversations = {}  # a dict keeps the order; the same conversation in train and eval would leak
@@ -84,7 +84,7 @@ def turns_of(conversations: Iterable[tuple[str, ...]]) -> list[Turn]:
 
 
 def split_by_conversation(seed: int) -> dict[str, list[Turn]]:
-    """`train` and `eval` turns, shuffled; whole conversations are dealt out: no eval text is trained on."""
+    """`train` and `eval` turns, shuffled; conversations are split as a whole: no eval text is trained on."""
     conversations = load_conversations()
     rng = random.Random(seed)
     rng.shuffle(conversations)
@@ -96,7 +96,7 @@ def split_by_conversation(seed: int) -> dict[str, list[Turn]]:
 
 
 def compose(seed: int, *, hold_out_topics: bool) -> dict[str, list[Turn]]:
-    """`train` and `eval` turns that are composed; no phrase of an eval message is trained on."""
+    """Composed `train` and `eval` turns; no phrase of an eval message is trained on."""
     return {
         part: [
             Turn(*turn) for turn in composed.compose_turns(part, count, seed, hold_out_topics=hold_out_topics)
@@ -116,7 +116,7 @@ def compose_pairs(part: str, num_pairs: int, seed: int, *, hold_out_topics: bool
 
 
 def build_tokenizer(turns: Iterable[Turn]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with an end and a separate padding token, no bos; no text is changed."""
+    """A byte-level BPE tokenizer with an end and a separate padding token, without BOS; text is unchanged."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -162,11 +162,11 @@ def build_base_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForC
 def pair_by_sentiment(
     scores: Sequence[float], lengths: Sequence[int], max_pairs: int, seed: int
 ) -> list[tuple[int, int, int]]:
-    """Pairs of replies: indexes of the better one, of the other, and of the one whose prompt is asked.
+    """Pairs of replies: indexes of the better one, of the other, and of the one whose prompt is used.
 
-    Each reply is used once at most. The two lengths differ by LENGTH_TOLERANCE at most, the scores by
-    MIN_GAP at least. The prompt is that of either reply, by a fair coin: whether a reply fits its prompt
-    tells nothing about the label either. Same seed, same pairs, in random order.
+    Each reply is used at most once. The two lengths differ by at most LENGTH_TOLERANCE, the scores by at
+    least MIN_GAP. The prompt is that of either reply with equal probability, so whether a reply fits its
+    prompt does not reveal the label. The same seed gives the same pairs, in random order.
     """
     rng = random.Random(seed)
     order = list(range(len(scores)))
@@ -205,7 +205,7 @@ def build_pairs(
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:
-    """Writes one JSON object a line, making the folder."""
+    """Write one JSON object per line, creating the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
@@ -213,7 +213,7 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:
 
 
 def write_inputs(args: argparse.Namespace) -> None:
-    """Writes all inputs below `args.output_dir` and prints what was made."""
+    """Write all inputs below `args.output_dir` and print a summary."""
     started = time.perf_counter()
     is_composed = args.data == "composed"
     held_out = {"hold_out_topics": args.hold_out_topics}

@@ -1,8 +1,8 @@
 """Conversations composed from a table of topics: a message, and a kind or a curt reply.
 
-`topics.tsv` has a topic a line: what one does, did, how it went well or badly, a tip, a joy, a question. A
-message is a phrase of an intent with a topic's words in it; a reply is a sentence of each part of a mood. The
-last phrases of each intent are held out: no model is trained on it.
+`topics.tsv` has one topic per line: an activity, its past, how it went well or badly, a tip, a joy, a
+question. A message is a phrase of an intent filled with a topic's words; a reply is a sentence from each part
+of a mood. The last phrases of each intent are held out from training.
 """
 
 import csv
@@ -131,19 +131,19 @@ def load_topics() -> list[dict[str, str]]:
 
 
 def fill(phrase: str, topic: dict[str, str]) -> str:
-    """Return a phrase with a topic's words in it; a column with a capital letter begins a sentence."""
+    """A phrase filled with a topic's words; a column with a capital letter begins a sentence."""
     capitals = {name.capitalize(): text[0].upper() + text[1:] for name, text in topic.items()}
     return phrase.format_map(topic | capitals)
 
 
 def compose_reply(topic: dict[str, str], intent: str, rng: random.Random, *, is_kind: bool) -> str:
-    """Return a sentence of each part, curt ones without the last half of the time."""
+    """A reply with one sentence per part; curt ones omit the last part half of the time."""
     parts = KIND[intent] if is_kind else CURT[: rng.choice((3, 4))]
     return " ".join(fill(rng.choice(part), topic) for part in parts)
 
 
 def topics_of(part: str, *, hold_out_topics: bool) -> list[dict[str, str]]:
-    """Return the topics of a part: all of them, or those that the other part lacks."""
+    """Topics of a split: all of them, or those that the other split lacks."""
     topics = load_topics()
     if not hold_out_topics:
         return topics
@@ -153,7 +153,7 @@ def topics_of(part: str, *, hold_out_topics: bool) -> list[dict[str, str]]:
 def compose_turns(
     part: str, num_turns: int, seed: int, *, hold_out_topics: bool = False
 ) -> list[tuple[str, str]]:
-    """Return different messages with kind and curt replies; `eval` has the phrases that `train` lacks."""
+    """Distinct messages with kind and curt replies; `eval` has the phrases that `train` lacks."""
     rng, topics = random.Random(f"{part} {seed}"), topics_of(part, hold_out_topics=hold_out_topics)
     turns: dict[tuple[str, str], None] = {}
     while len(turns) < num_turns:
@@ -166,7 +166,7 @@ def compose_turns(
 def compose_pairs(
     part: str, num_pairs: int, seed: int, *, hold_out_topics: bool = False
 ) -> list[tuple[str, str, str]]:
-    """Return messages, each with a kind reply and one that has one of FLAWS."""
+    """Messages, each with a kind reply and one that has one of FLAWS."""
     rng, topics = random.Random(f"{part} pairs {seed}"), topics_of(part, hold_out_topics=hold_out_topics)
     pairs: dict[tuple[str, str, str], None] = {}
     while len(pairs) < num_pairs:
@@ -201,7 +201,7 @@ def _message(part: str, topic: dict[str, str], intent: str, rng: random.Random) 
 
 @functools.cache
 def _patterns() -> list[re.Pattern[str]]:
-    """Of each topic, what finds any of its words, whole ones: rowing is not in growing."""
+    """A pattern per topic that finds any of its words, whole ones: rowing is not in growing."""
     return [
         re.compile("|".join(rf"(?<!\w){re.escape(words)}(?!\w)" for words in topic.values()), re.I)
         for topic in load_topics()
@@ -209,5 +209,5 @@ def _patterns() -> list[re.Pattern[str]]:
 
 
 def topics_in(text: str) -> set[int]:
-    """Return which topics a text is about: those that have some of their words in it as they are."""
+    """Topics that a text is about: those with words in it."""
     return {number for number, pattern in enumerate(_patterns()) if pattern.search(text)}

