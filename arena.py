@@ -35,14 +35,14 @@ class ArenaArguments(SamplingArguments):
     """Models served on a page."""
 
     models: list[str] = flag([], "the models, PATH or NAME=PATH: export/ or adapter/ folders, or hub names")
-    db: str = flag(DATABASE, "SQLite file of pairs and judgements; made where there is none")
+    db: str = flag(DATABASE, "SQLite file of pairs and judgements; created if missing")
     data_path: str = flag("", "a data set (file, folder, registered name) whose prompts can be drawn")
     host: str = flag("127.0.0.1", "address that is listened on; any but the loopback needs a token")
     port: int = flag(8080, "its port; 0: any free one, which is printed", low=0, high=65535)
     token_file: str = flag(
         "", "file with the token that people and programs must give; empty: TRIPTYCH_TOKEN of the environment"
     )
-    max_request_bytes: int = flag(2**20, "a longer request is refused before it is read", low=1)
+    max_request_bytes: int = flag(2**20, "a longer request is rejected before it is read", low=1)
     max_new_tokens: int = flag(256, "tokens of an answer at most", low=1)
 
 
@@ -52,7 +52,7 @@ class ExportArguments:
 
     output: str = flag(REQUIRED, "the file of rows of prompt, chosen and rejected that is written")
     db: str = flag(DATABASE, "SQLite file of pairs and judgements")
-    overwrite: bool = flag(False, "replace the file if it is there")
+    overwrite: bool = flag(False, "replace an existing file")
     labels: bool = flag(
         False, "write a row for each answer, with a label, for step 2's --loss kto; of both bad ones too"
     )
@@ -66,7 +66,7 @@ def export(argv: list[str]) -> None:
     target = Path(args.output or "")
     if args.output and target.exists() and not args.overwrite:
         problems.add(f"{target} exists already; give another name, or --overwrite")
-    problems.check(Path(args.db).is_file(), f"--db {args.db} is no file; give the database of an arena")
+    problems.check(Path(args.db).is_file(), f"--db {args.db} is not a file; give the database of an arena")
     problems.exit_if_any()
     with startup.as_problem(problems):
         counts = export_pairs(JudgementStore(Path(args.db)), target, as_labels=args.labels)

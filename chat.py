@@ -58,7 +58,7 @@ class ChatArguments(SamplingArguments):
     """A conversation."""
 
     path: str = flag(REQUIRED, "the model: an export/ or adapter/ folder, or a hub name")
-    compare: str = flag("", "a second model, which answers beside the first")
+    compare: str = flag("", "a second model, which responds next to the first")
     reward: str = flag("", "a reward model (export/ of step 2) whose score of each answer is shown")
     system: str = flag("", "a system message that every conversation begins with")
     max_new_tokens: int = flag(128, "tokens of an answer at most", low=1)
@@ -207,7 +207,7 @@ class Session:
             return self.set_temperature(rest.strip())
         if word == "/save":
             return self.save(rest.strip())
-        return HELP if word == "/help" else f"{word} is no command; /help lists them"
+        return HELP if word == "/help" else f"{word} is not a command; /help lists them"
 
     def answer(self, text: str) -> None:
         """Show every model's answer to a message; the oldest turns are left out when room runs short."""
@@ -223,7 +223,7 @@ class Session:
 
                 try:
                     [reply] = conversation.answerer.answer(self.whole(said), on_text=tell)
-                except ValueError as error:  # the chat template refuses this dialogue
+                except ValueError as error:  # the chat template rejects this dialogue
                     show(f"no answer: {error}\n")
                     continue
                 conversation.said = [*said, Message("assistant", reply)]

@@ -354,7 +354,7 @@ def merge_adapter(model: PreTrainedModel, path: str) -> PreTrainedModel:
     missing = [name for name in loaded.missing_keys if "lora_" in name]
     if missing or loaded.unexpected_keys:
         names = [*missing, *loaded.unexpected_keys]
-        raise ValueError(f"{path} is no adapter of its base model: {len(names)} weights do not match")
+        raise ValueError(f"{path} is not an adapter of its base model: {len(names)} weights do not match")
     with torch.no_grad():  # as the export was merged, to the bit
         for weight in trained_weights(adapted).values():
             if weight.lora_a is not None:

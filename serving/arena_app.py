@@ -61,7 +61,9 @@ class BlindPairs:
         """A new pair, without responses yet."""
         if asked.draw:
             if self.prompts is None:
-                raise Refused(422, "the server was started without --data_path: there are no prompts to draw")
+                raise Refused(
+                    422, "the server was started without --data_path, so there are no prompts to draw"
+                )
             with self._prompts_lock:
                 prompt, source = next(self.prompts)
             return self._create(prompt, source, self._choose_models())
@@ -72,7 +74,7 @@ class BlindPairs:
             return self._create([said], "typed", self._choose_models())
         before = self.store.get(asked.follows)
         if before.choice not in ("a", "b", "tie"):
-            raise Refused(422, "a conversation goes on from an answer that was preferred; begin a new one")
+            raise Refused(422, "only a preferred answer can be followed up; start a new conversation")
         answer = before.answer_b if before.choice == "b" else before.answer_a  # A's after a tie
         prompt = [*before.prompt, Message("assistant", answer or ""), said]
         return self._create(prompt, "follow-up", [before.model_a, before.model_b])

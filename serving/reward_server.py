@@ -43,9 +43,9 @@ class ServeArguments(TokenizerArguments):
     host: str = flag("127.0.0.1", "address that is listened on; 0.0.0.0: every one, for other machines")
     port: int = flag(8000, "its port; 0: any free one, which is printed", low=0, high=65535)
     token_file: str = flag(
-        "", "file with the token that every request must bear; empty: TRIPTYCH_TOKEN of the environment"
+        "", "file with the token that every request must carry; empty: TRIPTYCH_TOKEN of the environment"
     )
-    max_request_bytes: int = flag(16 * 2**20, "a longer request is refused before it is read", low=1)
+    max_request_bytes: int = flag(16 * 2**20, "a longer request is rejected before it is read", low=1)
     max_request_rows: int = flag(1024, "prompts and responses in a request at most", low=1)
     max_text_characters: int = flag(200_000, "of a prompt or a response at most", low=1)
     batch_size: int = flag(32, "sequences in a forward pass", low=1)
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     startup.print_notes(args, argv)
     if not token and not is_loopback(bound):
         startup.print_note(
-            f"--host {args.host} without a token: whoever reaches the port can use it; give --token_file"
+            f"--host {args.host} without a token: anyone who can reach the port can use it; give --token_file"
         )
     with startup.as_problem(problems):
         scorer = load_scorer(args, template)

@@ -207,7 +207,7 @@ def wins(differences: torch.Tensor) -> torch.Tensor:
     differences (N,): chosen minus rejected. Raises ValueError without pairs.
     """
     if len(differences) == 0:
-        raise ValueError("there are no pairs to measure; is the evaluation set empty?")
+        raise ValueError("there are no pairs to evaluate; is the evaluation set empty?")
     differences = differences.double()
     return torch.where(differences.isnan(), torch.nan, (differences.sign() + 1) / 2)
 

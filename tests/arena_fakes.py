@@ -45,7 +45,7 @@ class FakeModel(Answerer):
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         if messages[0].content == "refuse me":
-            raise ValueError("the chat template refuses this dialogue")
+            raise ValueError("the chat template rejects this dialogue")
         return self.encode_text("|".join(message.content for message in messages))
 
     def encode_text(self, text: str) -> list[int]:

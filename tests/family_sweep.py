@@ -66,7 +66,7 @@ OWN: dict[str, dict[str, Any]] = {
 }
 CAUSES = {
     "head is more": "head",
-    "see the padding": "padding is seen",
+    "attend to the padding": "padding is seen",
     "changes its weights": "weights change",
     "changes the logits": "other logits",
     "noise of its routers": "noise counts",

@@ -249,7 +249,7 @@ def candidate_changes(run: Run) -> Iterator[Change]:
     roles = [f"{role.name}_" if is_ppo else "" for role in run.roles if role.is_trained]
     fewer = "fewer sequences at a time"
     if is_ppo and args.enable_hybrid_engine:
-        yield Change({"release_inference_cache": True}, "the cache is made anew every time")
+        yield Change({"release_inference_cache": True}, "the cache is built every time")
     if args.dtype == "fp32" and not run.is_cpu:
         # A card whose default that is knows no other; fp16 has a loss scaler.
         yield Change({"dtype": "fp16"}, "16 bits: rounder numbers, and faster")

@@ -216,7 +216,7 @@ class ChatTemplate(Template):
                 **self._variables | variables,
             )
         except Exception as error:  # the program of a template may raise anything
-            raise BadRow(f"the chat template refuses this dialogue: {error}") from error
+            raise BadRow(f"the chat template rejects this dialogue: {error}") from error
 
     def _turn(self, message: Message) -> dict[str, Any]:
         """A message as the template reads it: a turn of a row unchanged, other texts stripped."""

@@ -91,7 +91,7 @@ def missing_for(stage: int, example: Example, *, is_unpaired: bool = False) -> B
     `is_unpaired`: step 2 accepts rated answers too, as --loss kto does.
     """
     if stage == 2 and example.is_rated:
-        return None if is_unpaired else BadRow("an answer with a label is no pair; --loss kto learns from it")
+        return None if is_unpaired else BadRow("an answer with a label is not a pair; use --loss kto")
     is_worse = stage != 2 and example.for_pairs_only
     serves = {
         1: example.chosen or example.text,

@@ -130,7 +130,7 @@ def take_steps(gradients: Sequence[Gradients], doubt: str = "") -> list[dict[str
         names = ", ".join(name for g in refused for name in bad[id(g)])
         raise StepRefused(
             doubt
-            or f"not finite: {names}. Where that comes back, lower the learning rate, or use --dtype bf16 or "
+            or f"not finite: {names}. If this repeats, lower the learning rate, or use --dtype bf16 or "
             "fp32 in place of fp16",
             list({id(m): m for g in refused for term in g.terms for m in term.micro_batches}.values()),
         )
@@ -163,4 +163,4 @@ def skip_step(engine: Any) -> None:
         # A loss that is not finite says nothing about the scale of gradients: it stays.
         scaler.clear()
         scaler.update(scaler_before)
-    assert zero.overflow, "DeepSpeed has made a step that was refused"
+    assert zero.overflow, "DeepSpeed made a step that was to be skipped"

@@ -30,7 +30,7 @@ from common.ranks.failures import kind_and_line
 RELATIVE = 1e-4  # of the largest number: rounding stays below, what reads other tokens or weights above
 LENGTHS = (5, 9)
 _HEAD = "its head is more than a matrix, or reads other states than those of the text"
-_PADDING = "its tokens see the padding behind them"
+_PADDING = "its tokens attend to the padding after them"
 
 
 @dataclass(frozen=True)

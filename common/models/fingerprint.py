@@ -33,7 +33,7 @@ def fingerprint(name_or_path: str) -> str:
 def changed_models(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """A message for each model, by the flag that names it, whose fingerprint is known and has changed."""
     return [
-        f"the model of {flag} has changed since then: bring the old one back, or begin anew by --resume "
+        f"the model of {flag} has changed since then: restore the old one, or start over with --resume "
         "overwrite or in another --output_dir"
         for flag in before.keys() & now.keys()
         if before[flag] and now[flag] and before[flag] != now[flag]

@@ -28,7 +28,7 @@ def refusals(args: Any, *, is_planned: bool = False) -> Iterator[str]:
         flags = " or ".join(f"--{name}" for name in ranks)
         yield f"--load_in_4bit holds the base of adapters, and without {flags} all weights train; give one"
     elif not args.only_optimize_lora:
-        yield "--load_in_4bit holds a base that stays as it is; leave --only_optimize_lora false out"
+        yield "--load_in_4bit needs a frozen base; remove --only_optimize_lora false"
     for name in (name for name in vars(args) if name.endswith("zero_stage")):
         if getattr(args, name) == 3:
             yield f"--load_in_4bit and --{name} 3 exclude each other: packed weights are not sharded; use 2"

@@ -90,8 +90,8 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
         raise
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{name_or_path}: its weights are a pickle with more than tensors, which could run code; "
-            "none of it was run. Give a model saved as safetensors"
+            f"{name_or_path}: its weights are a pickle with more than tensors, which could run code, "
+            "so they were not loaded; give a model saved as safetensors"
         ) from error
     except Exception as error:  # OSError, SafetensorError, RuntimeError, KeyError ... by what is wrong
         raise ValueError(
@@ -109,7 +109,7 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
     for names, text in (
         (of_body, f"its weights lack {{}} of {size} parameters of {name}"),
         (mismatched, f"its weights have other sizes than are needed for {{}} of {size} parameters of {name}"),
-        (homeless, "its config.json has no place for {} of its weights"),
+        (homeless, "its config.json has no counterpart for {} of its weights"),
     ):
         if names:
             raise ValueError(

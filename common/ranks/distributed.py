@@ -107,8 +107,8 @@ def _joining() -> Iterator[None]:
         rank, address, port = (os.environ[name] for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
         say(
             f"error: rank {rank} cannot join the others at MASTER_ADDR={address} MASTER_PORT={port} "
-            f"({first_line(error)}); see whether another rank has ended and why, choose a port that nobody "
-            "uses (deepspeed --master_port), and see that all machines reach that address"
+            f"({first_line(error)}); check whether another rank has ended and why, choose a free port "
+            "(deepspeed --master_port), and check that all machines can reach that address"
         )
         raise SystemExit(BAD_INPUT if "EADDRINUSE" in str(error) else OTHER_RANK_FAILED) from error
 

@@ -33,8 +33,10 @@ LEAVE_SECONDS = 30.0  # for the others to leave too, after one that does with an
 HEAR_SECONDS = 3.0  # for the others to hear the verdict before rank 0, which holds the store, ends
 VERDICT = "verdict"
 PATIENT = "patient"  # the description of groups whose collectives may take longer than the limit
-DIED = "its process is gone without a word. The launcher names the signal; the kernel's log (dmesg) says "
-DIED += "whether memory had run out"
+DIED = (
+    "its process disappeared without an error message. The launcher names the signal; the kernel's log (dmesg) "
+    "shows whether memory had run out"
+)
 
 Process = tuple[str, int]  # machine and number
 

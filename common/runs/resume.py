@@ -53,7 +53,7 @@ def find_run(args: Any, problems: Problems) -> EarlierRun:
         if not (damage := "; ".join(filter(None, map(damage_of_export, exports)))):
             compare_flags(args, flags, str(folder), problems)
             text = f"the run in {folder} has finished: {finished.get('steps')} steps; its models are in"
-            return EarlierRun(finished=f"{text} {folder}/export. --resume overwrite starts it anew")
+            return EarlierRun(finished=f"{text} {folder}/export. --resume overwrite starts it over")
         notes.append(f"{damage}: it is written again")
     checkpoints, doubts = find_checkpoints(folder)
     notes += [f"{doubt}; it is passed over" for doubt in doubts]
@@ -64,7 +64,7 @@ def find_run(args: Any, problems: Problems) -> EarlierRun:
         problems.add(f"{why}. No checkpoint of {folder} can be used; start over with --resume overwrite")
     else:
         notes += compare_flags(args, flags, str(folder), problems)
-        notes.append(f"the run in {folder} had saved no checkpoint yet: it begins anew")
+        notes.append(f"the run in {folder} had saved no checkpoint yet: it starts over")
     return EarlierRun(checkpoints, notes=notes)
 
 

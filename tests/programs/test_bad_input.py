@@ -215,7 +215,7 @@ DATA = [
         ["--data_path", "rows.jsonl", "`question` and `reply`, but no `response`", "step 1 reads"]),
     Row("no pairs", 2, rows('{"prompt": "a", "answer": "b"}\n'), ["rows.jsonl:1", "chosen", "rejected"]),
     Row("labels for pairs", 2, rows('{"prompt": "a", "completion": "b", "label": 1}\n'),
-        ["rows.jsonl:1", "an answer with a label is no pair", "--loss kto"]),
+        ["rows.jsonl:1", "an answer with a label is not a pair", "--loss kto"]),
     Row("no labels", 2, rows('{"prompt": "a", "answer": "b"}\n', loss="kto"),
         ["rows.jsonl:1", "no pair", "prompt/response/label"]),
     Row("cache is a file", 1, lambda p: p.file("data_output_path", "mine"),

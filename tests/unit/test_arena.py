@@ -77,7 +77,7 @@ def test_sides_are_shuffled_and_those_meet_that_have_met_least(client, arena, tm
 def test_a_follow_up_goes_on_from_the_preferred_answer_with_the_same_models(client, arena):
     first = ask(client, text="Hi")[0]["id"]
     follow_up = {"text": "And?", "follows": first}
-    assert "was preferred" in refusal(client.post("/api/pairs", json=follow_up)), "not judged"
+    assert "preferred" in refusal(client.post("/api/pairs", json=follow_up)), "not judged"
     judged = judge(client, first, "b").json()
     events = ask(client, **follow_up)
     said = [message["content"] for message in events[0]["prompt"]]
@@ -172,7 +172,7 @@ def test_a_disk_that_takes_nothing_is_said_and_the_judgement_can_be_sent_again(c
     ("body", "words"),
     [
         ({"text": "x" * 200}, "the prompt has 200 tokens, but prompt and answer together may have 200"),
-        ({"text": "refuse me"}, "the chat template refuses this dialogue"),
+        ({"text": "refuse me"}, "the chat template rejects this dialogue"),
         ({"text": "\ud800"}, "unable to parse raw data as a unicode string"),
         ({"draw": True}, "without --data_path"),
         ({"text": "Hi", "follows": "\ud800"}, "unable to parse raw data as a unicode string"),

@@ -53,7 +53,7 @@ def test_commands_change_what_is_asked(talk, folder, asked):
     assert first == [("system", "Be kind."), ("user", "Hi")] and second == [first[0], ("user", "Ho")]
     assert third[0] == ("user", "Ho") and third[-1] == ("user", "/x\ufffd")
     assert out.count("bot> ") == 3
-    assert "/nope is no command; /help" in said and "/temperature -1: expected a number from 0" in said
+    assert "/nope is not a command; /help" in said and "/temperature -1: expected a number from 0" in said
 
 
 def test_temperature_0_gives_one_answer_each_time(talk, folder):
@@ -109,7 +109,7 @@ def test_a_dialogue_that_the_rewards_form_refuses_has_no_score(talk, folder, rew
     )
     tokenizer.save_pretrained(tmp_path / "reward")
     out, _ = talk("/system Be kind.\nHi\n", folder, "--reward", str(tmp_path / "reward"))
-    assert "no score: the chat template refuses this dialogue: no system" in out
+    assert "no score: the chat template rejects this dialogue: no system" in out
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_program(talk, folder, monkeypatch):

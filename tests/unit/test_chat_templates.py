@@ -190,7 +190,7 @@ def test_rows_of_a_conversation_have_its_number_and_are_counted(make_tokenizer):
         ("{% for m in messages if m.role == 'human' %}{{ m.content }}{% endfor %}", "leaves out the text"),
         ("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}", "--eot_token"),
         ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", "--eot_token '<|user|>'"),
-        ("{% if %}", "refuses"),
+        ("{% if %}", "rejects"),
     ],
 )
 def test_a_template_that_cannot_serve_is_named_at_the_start(template, word, make_tokenizer):

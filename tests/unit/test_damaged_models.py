@@ -164,7 +164,7 @@ def test_a_language_model_of_a_composite_is_said_to_leave_the_rest_out(tmp_path,
     made.text_config.num_hidden_layers = 1  # a layer's weights are no part for images
     made.text_config.layer_types = ["linear_attention"]
     made.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="has no place for .* of its weights"):
+    with pytest.raises(ValueError, match="has no counterpart for .* of its weights"):
         load(tmp_path)
 
 

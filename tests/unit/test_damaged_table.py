@@ -141,7 +141,7 @@ CASES: dict[str, tuple[Damage, int, str]] = {
     "configuration of no family": (config(model_type=None), 2, "neither a model folder nor"),
     "family that nobody knows": (config(model_type="lllama"), 2, "lllama"),
     "layers as a word": (config(num_hidden_layers="two"), 2, "num_hidden_layers"),
-    "a layer too few": (config(num_hidden_layers=1), 2, "has no place for 9 of its weights"),
+    "a layer too few": (config(num_hidden_layers=1), 2, "has no counterpart for 9 of its weights"),
     "a layer too many": (config(num_hidden_layers=3), 2, "its weights lack 9 of"),
     "other width of the MLP": (config(intermediate_size=48), 2, "other sizes than are needed"),
     "other number of tokens": (config(vocab_size=300), 2, "other sizes than are needed for"),
@@ -167,7 +167,7 @@ CASES: dict[str, tuple[Damage, int, str]] = {
     "a weight with a typo": (renamed(lambda n: n.replace("1.mlp.up_", "1.mlp.upp_")), 2, UP),
     "all names with a prefix": (renamed(lambda n: f"module.{n}"), 2, "its weights lack"),
     "a weight too many": (weights(lambda w: w | {"model.extra.weight": w[UP] + 0}), 2, "model.extra.weight"),
-    "a bias that has no place": (weights(lambda w: w | {
+    "a bias without a counterpart": (weights(lambda w: w | {
         "model.layers.0.self_attn.q_proj.bias": torch.ones(32)}), 2, "q_proj.bias"),
     "a weight that is turned": (weight(UP, lambda x: x.T), 2, "other sizes than are needed"),
     "NaN in a weight": (weight(UP, spoilt(torch.nan)), 2, f"{UP} has numbers that are NaN or infinite"),
@@ -246,7 +246,7 @@ def test_the_table_is_of_forty_and_a_sound_model_is_none_of_them(sound, monkeypa
         (weights(lambda w: {n: x for n, x in w.items() if n != "score.weight"}), "lack 1 of"),
         (weight("score.weight", lambda x: x * torch.nan), "score.weight has numbers that are NaN"),
         (config(architectures=["LlamaForCausalLM"]), "has no trained score head"),
-        (config(num_hidden_layers=1), "has no place for 9 of its weights"),
+        (config(num_hidden_layers=1), "has no counterpart for 9 of its weights"),
     ],
     ids=["no head", "NaN head", "head of another class", "a layer too few"],
 )

@@ -103,14 +103,14 @@ def test_a_run_that_had_saved_nothing_begins_anew_and_says_so(tmp_path):
     run = leave_run(tmp_path / "run", steps=())
     earlier, problems = find(f"--output_dir {run}")
     assert not names(earlier) and not problems
-    assert earlier.notes == [f"the run in {run} had saved no checkpoint yet: it begins anew"]
+    assert earlier.notes == [f"the run in {run} had saved no checkpoint yet: it starts over"]
 
 
 def test_a_finished_run_has_nothing_left_to_do_unless_it_is_to_be_longer(tmp_path):
     run = leave_run(tmp_path / "run", is_finished=True)
     earlier, problems = find(f"--output_dir {run}")
     assert f"the run in {run} has finished: 2 steps; its models are in {run}/export" in earlier.finished
-    assert "--resume overwrite starts it anew" in earlier.finished and not problems
+    assert "--resume overwrite starts it over" in earlier.finished and not problems
     assert find(f"--output_dir {run} --resume overwrite") == (EarlierRun(), [])
     earlier, problems = find(f"--output_dir {run} --num_train_epochs 7")
     assert names(earlier)[0] == "step-000002" and not earlier.finished and not problems

@@ -86,4 +86,4 @@ def test_a_model_that_is_not_here_has_none(tmp_path):
     assert fingerprint(str(tmp_path / "none")) == fingerprint("owner/name-that-is-not-here") == ""
     assert changed_models({"--a": "", "--b": "1", "--c": "1"}, {"--a": "1", "--b": "", "--d": "2"}) == []
     (text,) = changed_models({"--a": "1"}, {"--a": "2"})
-    assert text.startswith("the model of --a has changed since then: bring the old one back")
+    assert text.startswith("the model of --a has changed since then: restore the old one")

@@ -88,7 +88,7 @@ def test_deleted_and_refused_messages_go_with_all_below_them(change):
         row | change if row["message_id"] == "d" else row for row in TREE_ROWS if row["message_id"] != "z"
     ]
     assert {e.prompt for e in tree_examples({TREE: rows})} == {(Message("user", "How warm?"),)}
-    with pytest.raises(EmptyRow, match="deleted or refused"):
+    with pytest.raises(EmptyRow, match="deleted or rejected"):
         tree_examples({TREE: [rows[0] | change]})
 
 

@@ -100,7 +100,7 @@ def test_a_run_without_a_step_has_a_page(tmp_path):
 
 def test_a_folder_that_is_no_run_is_named_with_runs_inside_it(tmp_path):
     write_run(tmp_path / "step1", over_steps(1, sft__loss=lambda s: 1.0))
-    with pytest.raises(ValueError, match=r"is no run's folder: it has neither .* did you mean .*step1\?"):
+    with pytest.raises(ValueError, match=r"is not a run's folder: it has neither .* did you mean .*step1\?"):
         read_run(tmp_path)
     with pytest.raises(ValueError, match="does not exist"):
         read_run(tmp_path / "nothing")

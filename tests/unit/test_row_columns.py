@@ -94,7 +94,7 @@ def test_one_system_message_is_enough():
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"text": "a", "system": "b"}, "'system' cannot be used: it is not read"),
+        ({"text": "a", "system": "b"}, "'system' cannot be used: it cannot be combined"),
         ({"text": "a", "tools": [{"name": "look"}]}, "'tools' cannot be used"),
         ({"prompt": "a", "answer": "b", "images": ["x.png"]}, "'images' cannot be used: only text"),
         ({"prompt": "a", "answer": "b", "history": "c"}, "'history' is of type str"),

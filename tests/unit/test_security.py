@@ -142,7 +142,9 @@ LOADERS = {
 def test_a_pickle_that_runs_code_is_refused_and_not_run(model_folder, proof, loader):
     is_classifier, load = LOADERS[loader]
     folder = model_folder(RunsCode(proof), is_classifier=is_classifier)
-    with pytest.raises(ValueError, match="a pickle with more than tensors.*none of it was run"):
+    with pytest.raises(
+        ValueError, match="a pickle with more than tensors.*not loaded; give a model saved as safetensors"
+    ):
         load(folder)
     assert not proof.exists()
 
@@ -222,6 +224,6 @@ def test_a_chat_template_has_no_way_out(make_tokenizer, proof):
     tokenizer = make_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.chat_template = f"{{{{ cycler.__init__.__globals__.os.mkdir({str(proof)!r}) }}}}"
-    with pytest.raises(ValueError, match="chat template refuses"):
+    with pytest.raises(ValueError, match="chat template rejects"):
         build_template("chat", tokenizer)
     assert not proof.exists()

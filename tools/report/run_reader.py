@@ -84,7 +84,7 @@ def read_run(folder: Path, name: str = "") -> RunFiles:
             raise ValueError(f"{folder} does not exist")
         inner = sorted(str(path.parent) for path in folder.glob(f"*/{METRICS}"))
         hint = f"; did you mean {', '.join(inner[:3])}?" if inner else ""
-        raise ValueError(f"{folder} is no run's folder: it has neither {METRICS} nor {ARGS_FILE}{hint}")
+        raise ValueError(f"{folder} is not a run's folder: it has neither {METRICS} nor {ARGS_FILE}{hint}")
     notes: list[str] = []
     rows = read_rows(folder / METRICS, notes)
     flags = read_if_whole(folder / ARGS_FILE)

@@ -74,7 +74,7 @@ def tree_examples(row: Mapping[str, Any]) -> list[Example]:
         for answer, reply in reversed(answers):
             waiting += [(below, (*prompt, reply)) for below in reversed(replies[answer["message_id"]])]
     if not examples:
-        raise EmptyRow("all messages of the tree were deleted or refused")
+        raise EmptyRow("all messages of the tree were deleted or rejected")
     return examples
 
 

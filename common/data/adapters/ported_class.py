@@ -188,7 +188,7 @@ def _reply(prompt: str, whole: str | BadRow | None, reply: str | BadRow | None) 
             rest = rest if head.endswith("Assistant:") else LEADING_CUE.sub("", rest)
             if rest.strip():
                 return rest
-            whole = EmptyRow("there is no text behind the prompt")
+            whole = EmptyRow("there is no text after the prompt")
         elif not isinstance(reply, str):
             return BadRow("the text does not begin with the prompt")
     return reply if isinstance(reply, str) or whole is None else whole

@@ -39,7 +39,7 @@ BEFORE_THE_REPLY = ("prompt", "input", "system", "history", "tools")
 NEVER_LEFT_OUT = dict.fromkeys(MEDIA, "only text is learnt; leave the column out where text is enough")
 NEVER_LEFT_OUT |= dict.fromkeys(
     ("system", "system_prompt", "history", "tools", "functions"),
-    "it is not read beside the row's other columns; leave one of them out",
+    "it cannot be combined with the row's other columns; remove one of them",
 )
 
 
