@@ -34,8 +34,8 @@ HEAR_SECONDS = 3.0  # for the others to hear the verdict before rank 0, which ho
 VERDICT = "verdict"
 PATIENT = "patient"  # the description of groups whose collectives may take longer than the limit
 DIED = (
-    "its process disappeared without an error message. The launcher names the signal; the kernel's log (dmesg) "
-    "shows whether memory had run out"
+    "its process disappeared without an error message. The launcher names the signal; the kernel's log "
+    "(dmesg) shows whether memory had run out"
 )
 
 Process = tuple[str, int]  # machine and number

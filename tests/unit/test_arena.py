@@ -86,7 +86,7 @@ def test_a_follow_up_goes_on_from_the_preferred_answer_with_the_same_models(clie
     assert {second.model_a, second.model_b} == {"left", "right"} and second.source == "follow-up"
     judge(client, second.id, "both_bad")
     answer = client.post("/api/pairs", json={"text": "x", "follows": second.id})
-    assert "begin a new one" in refusal(answer)
+    assert "start a new conversation" in refusal(answer)
 
 
 def test_prompts_of_a_data_set_are_drawn_once_each(path, tmp_path):
