@@ -1,43 +1,33 @@
 """The roles: actor, reference or teacher, critic, reward; what each computes for a rollout batch (`score`,
-see `step3_ppo.rollout_batch`; the actor can also `generate`), and their construction.
+see `step3_ppo.rollout_batch`; the actor can also `generate`). `step3_ppo.build_roles` builds them.
 
 # b responses of a batch, total response tokens of all
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import deepspeed
 import torch
 
-from common.data.dialogue import Template
 from common.data.packed_batch import PackedBatch, to_device
-from common.data.tokenizer import num_token_ids
-from common.engine.ds_config import build_engine, config_of
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generation, TurnCallback
-from common.generation.hybrid_engine import HybridEngine, HybridOptions
+from common.generation.hybrid_engine import HybridEngine
 from common.models.divergence import TeacherLogits, hidden_states, scores_and_divergence
 from common.models.loading import plain_model
 from common.models.model_inputs import ModelInputs, build_model_inputs
 from common.models.offloaded_weights import OffloadedWeights
 from common.models.output_head import SamplingMask, kept_tokens
 from common.models.policy_model import PolicyModel, language_model
-from common.models.saved_adapters import is_adapter
 from common.models.value_model import compute_scores
-from common.programs.conversation_form import closing_of
-from common.programs.training_loop import load_policy, load_ranker, runs_packed
 from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
 from common.ranks.zero3 import gather_whole, local_shard, swapped_shards
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.rewards.reward_specs import RewardSpec
-from step3_ppo.role_arguments import RoleFlags
 from step3_ppo.rollout_batch import sampled_positions, with_closing
-from step3_ppo.shared_base import Bases, find_places, model_paths
 from step3_ppo.trainer_state import ExponentialMovingAverage
 
 
@@ -299,122 +289,6 @@ def build_response_inputs(
     return inputs, inputs.slots_before(is_response)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Construction
-# ---------------------------------------------------------------------------------------------------------
-
-
-def build_roles(
-    args: PPOArguments,
-    tokenizer: Any,
-    rewards: Sequence[RewardSpec],
-    num_optimizer_steps: int,
-    *,
-    has_critic: bool,
-    template: Template | None = None,
-) -> Roles:
-    """Load and build all roles. Learning-rate schedules last for `num_optimizer_steps`, the actor's for twice
-    as many if it has separate steps on text.
-
-    Every rank must call this.
-    """
-    num_tokens = num_token_ids(tokenizer)
-    of_actor = num_optimizer_steps * (2 if has_text_steps(args) else 1)
-    bases = Bases(find_places(args, model_paths(args, rewards, has_critic=has_critic)))
-    load = partial(bases.load, "actor", load_policy)
-    engine = _build_engine(load, args, args.actor, num_tokens, of_actor)
-    hybrid_engine = HybridEngine(engine, HybridOptions.of(args))
-    layout = _layout(args, engine.module)
-    actor = Actor(hybrid_engine, sampling_options(args, tokenizer), **layout)
-    critic = None
-    if has_critic:
-        load = partial(bases.load, "critic", load_ranker)
-        engine = _build_engine(load, args, args.critic, num_tokens, num_optimizer_steps)
-        critic = Critic(engine, **_layout(args, engine.module))
-        can_move_states = engine.zero_optimization_stage() > 0 and args.critic.offload not in ("param", "all")
-        if args.offload_states_for_generation and can_move_states:
-            hybrid_engine.offload_during_generation(engine)
-    scorers = {}
-    for spec in (spec for spec in rewards if spec.kind == "model"):
-        flags = replace(args.critic, model_name_or_path=spec.target)
-        load = partial(bases.load, f"reward {spec.name}", load_ranker)
-        is_offloaded = args.offload_reward_model
-        scorers[spec.name] = _build_frozen(Reward, load, args, flags, num_tokens, is_offloaded)
-        if template:
-            scorers[spec.name].closing_ids = closing_of(spec.target, template)
-    if args.teacher_model_name_or_path:
-        flags = replace(args.actor, model_name_or_path=args.teacher_model_name_or_path)
-        is_offloaded = args.offload_reference_model
-        reference = _build_frozen(Teacher, load_policy, args, flags, num_tokens, is_offloaded)
-    elif args.actor_lora_dim:
-        has_new_adapters = not is_adapter(args.actor_model_name_or_path)
-        reference: Reference = LoraReference(actor.model, has_new_adapters=has_new_adapters, **layout)
-    elif args.ref_ema_decay:
-        reference = MovingReference(actor.model, args.ref_ema_decay, **layout)
-    else:
-        is_offloaded = args.offload_reference_model
-        reference = _build_frozen(Reference, load_policy, args, args.actor, num_tokens, is_offloaded)
-    return Roles(actor, reference, critic, scorers)
-
-
 def has_text_steps(args: PPOArguments) -> bool:
     """Whether the actor makes a separate optimizer step on pretraining text after each update."""
     return bool(args.unsupervised_dataset_name) and args.unsup_step == "own"
-
-
-def sampling_options(args: PPOArguments, tokenizer: Any) -> SamplingOptions:
-    """Sampling options from the flags."""
-    return SamplingOptions(
-        max_new_tokens=args.max_answer_seq_len,
-        stop_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        num_valid_tokens=num_token_ids(tokenizer),
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-    )
-
-
-def _build_engine(
-    load: Callable, args: PPOArguments, role: RoleFlags, num_tokens: int, num_steps: int
-) -> Any:
-    """DeepSpeed engine that trains the model that `load` returns."""
-    rows = args.per_device_training_batch_size
-    ds_config = config_of(args, zero_stage=role.zero_stage, offload=role.offload, micro_batch_size=rows)
-    # Without dropout: old and new log-probabilities must agree before the first update.
-    model = load(args, ds_config, num_tokens, dropout=0.0, role=role)
-    return build_engine(model, ds_config, args, num_steps, role=role)
-
-
-def _build_frozen(
-    kind: type[Role],
-    load: Callable,
-    args: PPOArguments,
-    role: RoleFlags,
-    num_tokens: int,
-    is_offloaded: bool,
-) -> Any:
-    """A role of this kind with the frozen model that `load` returns."""
-    ds_config = config_of(
-        args,
-        zero_stage=role.zero_stage,
-        offload="param" if is_offloaded else "none",
-        micro_batch_size=args.per_device_training_batch_size,
-        is_trained=False,
-    )
-    role = replace(role, gradient_checkpointing=False, lora_dim=0)
-    model: Any = load(args, ds_config, num_tokens, dropout=0.0, role=role).requires_grad_(False)
-    layout, is_sharded = _layout(args, model), role.zero_stage == 3
-    if is_sharded:  # DeepSpeed gathers and offloads as it reads
-        model, *_ = deepspeed.initialize(model=model, config=ds_config)
-    elif not is_offloaded:
-        model.to(distributed.device())
-    return kind(model, is_offloaded=is_offloaded and not is_sharded, **layout)
-
-
-def _layout(args: PPOArguments, model: Any) -> dict[str, bool]:
-    """Layout of sequences in the passes of a role's model."""
-    is_packed = runs_packed(args, model)
-    shares_prompts = is_packed and args.num_samples_per_prompt > 1 and not args.no_share_prompts
-    return {"is_packed": is_packed, "shares_prompts": shares_prompts}

@@ -18,8 +18,8 @@ from common.models.model_inputs import build_model_inputs
 from common.models.output_head import LogitOptions, summed_logprobs, token_scores
 from common.models.policy_model import PolicyModel
 from step1_sft.arguments import SFTArguments
+from step3_ppo.build_roles import build_roles
 from step3_ppo.rewards.reward_specs import RewardSpec
-from step3_ppo.roles import build_roles
 from step3_ppo.trainer_state import ExponentialMovingAverage
 from tools.memory_plan import LiveBytes, MemoryPlan, head_bytes, trace_activations
 
@@ -368,7 +368,7 @@ def test_the_roles_of_ppo_hold_what_is_planned(more, tiny_model_folder, tiny_tok
     idle = MemoryPlan(run).moments[0]
     assert (("actor", "EMA") in idle.gpu) == bool(average)
     later = 8 * sum(
-        role.model.num_trained for role in run.roles if role.is_trained
+        role.model.num_trained for role in run.roles if role.spec.is_trained
     )  # Adam's, by its first step
     assert held + later == pytest.approx(idle.total - idle.gpu["device", "reserved"], rel=0.02)
 
