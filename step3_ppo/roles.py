@@ -4,7 +4,7 @@ see `step3_ppo.rollout_batch`; the actor can also `generate`). `step3_ppo.build_
 # b responses of a batch, total response tokens of all
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,11 +16,11 @@ from common.data.packed_batch import PackedBatch, to_device
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generation, TurnCallback
 from common.generation.hybrid_engine import HybridEngine
-from common.models.divergence import TeacherLogits, hidden_states, scores_and_divergence
+from common.models.divergence import scores_and_divergence
 from common.models.loading import plain_model
 from common.models.model_inputs import ModelInputs, build_model_inputs
 from common.models.offloaded_weights import OffloadedWeights
-from common.models.output_head import SamplingMask, kept_tokens
+from common.models.output_head import OutputHead, SamplingMask, hidden_states
 from common.models.policy_model import PolicyModel, language_model
 from common.models.value_model import compute_scores
 from common.ranks import distributed, watchdog
@@ -82,19 +82,20 @@ class Policy(Role):
         """Log-probabilities (total,) fp32."""
         return self.compute_logprobs(batch)[0]
 
-    def compute_logprobs(
-        self, batch: PackedBatch, *, with_entropy: bool = False, **kwargs: Any
-    ) -> tuple[torch.Tensor, ...]:
-        """Log-probabilities (total,) fp32 of the response tokens and, if requested, their entropies; other
-        results with another `score` of a PolicyModel in `kwargs`.
+    def compute_logprobs(self, batch: PackedBatch, *, with_entropy: bool = False) -> tuple[torch.Tensor, ...]:
+        """Log-probabilities (total,) fp32 of the response tokens and their entropies, zeros unless
+        `with_entropy`.
         """
-        inputs, slots = self.build_inputs(batch)
         mask = None
         if "support_ids" in batch.data:
             (token_ids,) = to_device([batch.data["support_ids"]], distributed.device())
             mask = SamplingMask(token_ids, batch.data["support_counts"])
-        kwargs |= {"with_entropy": with_entropy, "mask": mask}
-        return self.model(inputs, slots, batch.data["response_ids"], **kwargs)
+        return self.score_tokens(batch, partial(OutputHead.logprobs, with_entropy=with_entropy, mask=mask))
+
+    def score_tokens(self, batch: PackedBatch, compute: Callable[[OutputHead, torch.Tensor], Any]) -> Any:
+        """What `compute` makes of the logits of the response tokens; see PolicyModel."""
+        inputs, slots = self.build_inputs(batch)
+        return self.model(inputs, slots, batch.data["response_ids"], compute)
 
 
 class Reference(Policy):
@@ -109,22 +110,21 @@ class Teacher(Reference):
     name = "teacher"
 
     @contextmanager
-    def logits_of(self, batch: PackedBatch) -> Iterator[TeacherLogits]:
-        """Context that yields the teacher's hidden states of the response tokens and its output head. Every
+    def output_head(self, batch: PackedBatch) -> Iterator[OutputHead]:
+        """Context that yields the teacher's output head over its hidden states of the response tokens. Every
         rank must call this.
 
         The hidden states are computed when a micro-batch is learned from. Keeping them since the rollout
         would store and send a vector per token of the whole step; one more pass of the teacher needs no
         memory. Of an offloaded teacher only the output head stays on the device inside the context.
         """
-        inputs, slots = self.build_inputs(batch)
         with self.scoring():
-            hidden = self.model(inputs, slots, batch.data["response_ids"], score=hidden_states)
+            hidden = self.score_tokens(batch, hidden_states)
         policy: PolicyModel = getattr(self.model, "module", self.model)
         head = plain_model(policy.causal_lm).get_output_embeddings()
         with gather_whole(list(head.parameters())):
             weight, bias = (x if x is None else x.data.to(hidden.device) for x in (head.weight, head.bias))
-            yield TeacherLogits(hidden, weight, bias, policy.options)
+            yield OutputHead(hidden, weight, bias, policy.options)
 
 
 class LoraReference(Reference):
@@ -207,10 +207,9 @@ class Actor(Policy):
         """Log-probabilities and entropies of the response tokens, and their `summed_divergence`;
         token_weights (total,). Every rank must call this.
         """
-        with teacher.logits_of(batch) as logits:
-            compared = {"teacher": logits, "beta": beta, "token_weights": token_weights}
-            score = partial(scores_and_divergence, **compared)
-            return self.compute_logprobs(batch, with_entropy=True, score=score)
+        with teacher.output_head(batch) as other:
+            compared = {"teacher": other, "beta": beta, "token_weights": token_weights}
+            return self.score_tokens(batch, partial(scores_and_divergence, **compared))
 
     def find_divergences(
         self, batches: Sequence[PackedBatch], teacher: Teacher, beta: float
@@ -221,13 +220,9 @@ class Actor(Policy):
 
     def find_sampling_masks(self, batches: Sequence[PackedBatch]) -> list[SamplingMask]:
         """The tokens that the sampler could draw, for each batch. Every rank must call this."""
-        kwargs = {"score": kept_tokens, "top_k": self.sampling.top_k, "top_p": self.sampling.top_p}
-        masks = []
+        kept_tokens = partial(OutputHead.kept_tokens, top_k=self.sampling.top_k, top_p=self.sampling.top_p)
         with self.scoring():
-            for batch in batches:
-                inputs, slots = self.build_inputs(batch)
-                masks.append(SamplingMask(*self.model(inputs, slots, batch.data["response_ids"], **kwargs)))
-        return masks
+            return [SamplingMask(*self.score_tokens(batch, kept_tokens)) for batch in batches]
 
 
 class Reward(Role):

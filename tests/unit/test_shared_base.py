@@ -312,3 +312,16 @@ def test_the_rank_is_the_adapters(adapters):
     args.critic_lora_dim, problems = 8, Problems()
     fill_ranks(args, problems)
     assert len(problems.messages) == 1 and "--critic_lora_dim 8" in problems.messages[0]
+
+
+def test_a_frozen_role_has_the_flags_of_its_model_and_nothing_that_only_training_needs():
+    args = flags_of(
+        {"actor": "a", "critic": "c", "reward": "r"}, critic_lora_dim=2, critic_gradient_checkpointing=True,
+        critic_zero_stage=3, offload="all", teacher_model_name_or_path="t",
+    )  # fmt: skip
+    specs = build_role_specs(args, parse_rewards(args.reward), has_critic=True)
+    assert [spec.path for spec in specs] == ["a", "t", "c", "r"]
+    assert [spec.is_trained for spec in specs] == [True, False, True, False]
+    flags = [(s.flags.lora_dim, s.flags.gradient_checkpointing, s.flags.offload) for s in specs[2:]]
+    assert flags == [(2, True, "all"), (0, False, "none")]
+    assert all(spec.is_sharded for spec in specs[2:]) and not specs[1].uses_actor
