@@ -26,6 +26,7 @@ from common.ranks import distributed
 from common.runs.export import read_metadata
 from step3_ppo.algorithms import Algorithm, fill_defaults, find_algorithm, unused_flags
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.build_roles import build_role_specs, describe_bases, fill_ranks
 from step3_ppo.distillation import parse_distill_loss
 from step3_ppo.environments import KIND, import_environment
 from step3_ppo.policy_losses import build_policy_loss
@@ -33,7 +34,6 @@ from step3_ppo.rewards.reward_specs import RewardSpec, check_rewards
 from step3_ppo.rewards.score_shaping import parse_truncated
 from step3_ppo.rewards.text_rewards import parse_on_error
 from step3_ppo.rollout_correction import parse_correction
-from step3_ppo.shared_base import describe_places, fill_ranks, model_paths
 
 VERIFIABLE = ("function", "http", KIND)  # kinds of rewards that check an answer
 MIN_REWARD_ACCURACY = 0.6  # held-out, below which a reward model is warned of
@@ -82,7 +82,8 @@ def check_start_up(description: str, argv: Sequence[str] | None = None) -> PPOSt
     start.rewards = find_rewards(args, start.algorithm, problems)
     start.tokenizer = check_models(args, start.algorithm, start.rewards, problems)
     has_critic = start.algorithm is not None and start.algorithm.needs_critic
-    start.notes += describe_places(args, model_paths(args, start.rewards, has_critic=has_critic), problems)
+    specs = build_role_specs(args, start.rewards, has_critic=has_critic)
+    start.notes += describe_bases(args, specs, problems)
     start.frozen = frozen_models(args, start.rewards)
     check_evaluation(args, start.options, start.rewards, problems, start.tokenizer)
     startup.finish_checks(start, "--actor_model_name_or_path")

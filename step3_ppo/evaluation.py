@@ -169,6 +169,25 @@ class Evaluation:
         token_ids = json.dumps([row["prompt_ids"] for row in rows])
         self.prompts = hashlib.sha256(token_ids.encode()).hexdigest()  # a resumed run must have the same
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+        return {
+            "step": self.step,
+            "metrics": self.metrics,
+            "before": self.before,
+            "best": self.best,
+            "prompts": self.prompts,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved state. Raises ValueError if the held-out prompts differ."""
+        if state["prompts"] != self.prompts:
+            raise ValueError("the held-out prompts have changed since it was saved; bring the old ones back")
+        self.step = state["step"]
+        self.metrics = state["metrics"]
+        self.before = state["before"]
+        self.best = state["best"]
+
     def is_due(self, step: int, num_steps: int) -> bool:
         """Whether an evaluation is due after this step (0: before training).
 

@@ -38,6 +38,7 @@ from common.runs.export import save_export
 from common.runs.run import Run
 from common.runs.saved_state import EngineState
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.build_roles import build_roles
 from step3_ppo.checks import PPOStart, check_start_up
 from step3_ppo.environments import KIND, Environments
 from step3_ppo.evaluation import choose_prompts
@@ -45,7 +46,7 @@ from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.reward_specs import build_text_reward, reward_bias
 from step3_ppo.rewards.scorer import Scorer
 from step3_ppo.rewards.text_rewards import parse_on_error
-from step3_ppo.roles import Roles, build_roles
+from step3_ppo.roles import Roles
 from step3_ppo.rollout import Rollout
 from step3_ppo.trainer_state import TrainerState
 

@@ -258,6 +258,14 @@ class KLController:
         """`target` is in nats a response; 0: the coefficient is fixed. `horizon` is a number of responses."""
         self.coef, self.target, self.horizon = init_coef, target, horizon
 
+    def state_dict(self) -> dict[str, float]:
+        """What a resumed run needs."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take over a saved state."""
+        self.coef = state["coef"]
+
     def update(self, mean_kl: float, num_samples: int) -> None:
         """Move `coef` after a batch of `num_samples` responses whose KL, summed over tokens, has this mean.
 

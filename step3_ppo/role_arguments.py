@@ -1,6 +1,6 @@
 """Flags of step 3's four models. Does not import torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from common.flags.args import REQUIRED, flag
 
@@ -116,29 +116,17 @@ class RoleArguments:
     @property
     def actor(self) -> RoleFlags:
         """The actor's flags; the reference follows its --actor_zero_stage."""
-        return RoleFlags(
-            model_name_or_path=self.actor_model_name_or_path,
-            learning_rate=self.actor_learning_rate,
-            lora_learning_rate=self.actor_lora_learning_rate,
-            weight_decay=self.actor_weight_decay,
-            zero_stage=self.actor_zero_stage,
-            offload=self.offload,
-            gradient_checkpointing=self.actor_gradient_checkpointing,
-            lora_dim=self.actor_lora_dim,
-            lora_module_name=self.actor_lora_module_name,
-        )
+        return self._of_role("actor", self.offload)
 
     @property
     def critic(self) -> RoleFlags:
         """The critic's flags; the reward models follow its --critic_zero_stage."""
-        return RoleFlags(
-            model_name_or_path=self.critic_model_name_or_path,
-            learning_rate=self.critic_learning_rate,
-            lora_learning_rate=self.critic_lora_learning_rate,
-            weight_decay=self.critic_weight_decay,
-            zero_stage=self.critic_zero_stage,
-            offload=self.critic_offload or self.offload,
-            gradient_checkpointing=self.critic_gradient_checkpointing,
-            lora_dim=self.critic_lora_dim,
-            lora_module_name=self.critic_lora_module_name,
-        )
+        return self._of_role("critic", self.critic_offload or self.offload)
+
+    def roles(self) -> dict[str, RoleFlags]:
+        """Flags of each trained model, by the prefix of their names."""
+        return {"actor_": self.actor, "critic_": self.critic}
+
+    def _of_role(self, role: str, offload: str) -> RoleFlags:
+        names = [field.name for field in fields(RoleFlags) if field.name != "offload"]
+        return RoleFlags(**{name: getattr(self, f"{role}_{name}") for name in names}, offload=offload)

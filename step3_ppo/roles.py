@@ -1,5 +1,5 @@
 """The roles: actor, reference or teacher, critic, reward; what each computes for a rollout batch (`score`,
-see `step3_ppo.rollout_batch`; the actor can also `generate`), and their construction.
+see `step3_ppo.rollout_batch`; the actor can also `generate`). `step3_ppo.build_roles` builds them.
 
 # b responses of a batch, total response tokens of all
 """
@@ -10,34 +10,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import deepspeed
 import torch
 
-from common.data.dialogue import Template
 from common.data.packed_batch import PackedBatch, to_device
-from common.data.tokenizer import num_token_ids
-from common.engine.ds_config import build_engine, config_of
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generation, TurnCallback
-from common.generation.hybrid_engine import HybridEngine, HybridOptions
-from common.models.divergence import TeacherLogits, hidden_states, scores_and_divergence
+from common.generation.hybrid_engine import HybridEngine
+from common.models.divergence import scores_and_divergence
 from common.models.loading import plain_model
 from common.models.model_inputs import ModelInputs, build_model_inputs
 from common.models.offloaded_weights import OffloadedWeights
-from common.models.output_head import SamplingMask, kept_tokens
+from common.models.output_head import OutputHead, SamplingMask, hidden_states
 from common.models.policy_model import PolicyModel, language_model
-from common.models.saved_adapters import is_adapter
 from common.models.value_model import compute_scores
-from common.programs.conversation_form import closing_of
-from common.programs.training_loop import load_policy, load_ranker, runs_packed
 from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
 from common.ranks.zero3 import gather_whole, local_shard, swapped_shards
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.rewards.reward_specs import RewardSpec
-from step3_ppo.role_arguments import RoleFlags
 from step3_ppo.rollout_batch import sampled_positions, with_closing
-from step3_ppo.shared_base import Bases, find_places, model_paths
 from step3_ppo.trainer_state import ExponentialMovingAverage
 
 
@@ -92,19 +82,20 @@ class Policy(Role):
         """Log-probabilities (total,) fp32."""
         return self.compute_logprobs(batch)[0]
 
-    def compute_logprobs(
-        self, batch: PackedBatch, *, with_entropy: bool = False, **kwargs: Any
-    ) -> tuple[torch.Tensor, ...]:
-        """Log-probabilities (total,) fp32 of the response tokens and, if requested, their entropies; other
-        results with another `score` of a PolicyModel in `kwargs`.
+    def compute_logprobs(self, batch: PackedBatch, *, with_entropy: bool = False) -> tuple[torch.Tensor, ...]:
+        """Log-probabilities (total,) fp32 of the response tokens and their entropies, zeros unless
+        `with_entropy`.
         """
-        inputs, slots = self.build_inputs(batch)
         mask = None
         if "support_ids" in batch.data:
             (token_ids,) = to_device([batch.data["support_ids"]], distributed.device())
             mask = SamplingMask(token_ids, batch.data["support_counts"])
-        kwargs |= {"with_entropy": with_entropy, "mask": mask}
-        return self.model(inputs, slots, batch.data["response_ids"], **kwargs)
+        return self.score_tokens(batch, partial(OutputHead.logprobs, with_entropy=with_entropy, mask=mask))
+
+    def score_tokens(self, batch: PackedBatch, compute: Callable[[OutputHead, torch.Tensor], Any]) -> Any:
+        """What `compute` makes of the logits of the response tokens; see PolicyModel."""
+        inputs, slots = self.build_inputs(batch)
+        return self.model(inputs, slots, batch.data["response_ids"], compute)
 
 
 class Reference(Policy):
@@ -119,22 +110,21 @@ class Teacher(Reference):
     name = "teacher"
 
     @contextmanager
-    def logits_of(self, batch: PackedBatch) -> Iterator[TeacherLogits]:
-        """Context that yields the teacher's hidden states of the response tokens and its output head. Every
+    def output_head(self, batch: PackedBatch) -> Iterator[OutputHead]:
+        """Context that yields the teacher's output head over its hidden states of the response tokens. Every
         rank must call this.
 
         The hidden states are computed when a micro-batch is learned from. Keeping them since the rollout
         would store and send a vector per token of the whole step; one more pass of the teacher needs no
         memory. Of an offloaded teacher only the output head stays on the device inside the context.
         """
-        inputs, slots = self.build_inputs(batch)
         with self.scoring():
-            hidden = self.model(inputs, slots, batch.data["response_ids"], score=hidden_states)
+            hidden = self.score_tokens(batch, hidden_states)
         policy: PolicyModel = getattr(self.model, "module", self.model)
         head = plain_model(policy.causal_lm).get_output_embeddings()
         with gather_whole(list(head.parameters())):
             weight, bias = (x if x is None else x.data.to(hidden.device) for x in (head.weight, head.bias))
-            yield TeacherLogits(hidden, weight, bias, policy.options)
+            yield OutputHead(hidden, weight, bias, policy.options)
 
 
 class LoraReference(Reference):
@@ -217,10 +207,9 @@ class Actor(Policy):
         """Log-probabilities and entropies of the response tokens, and their `summed_divergence`;
         token_weights (total,). Every rank must call this.
         """
-        with teacher.logits_of(batch) as logits:
-            compared = {"teacher": logits, "beta": beta, "token_weights": token_weights}
-            score = partial(scores_and_divergence, **compared)
-            return self.compute_logprobs(batch, with_entropy=True, score=score)
+        with teacher.output_head(batch) as other:
+            compared = {"teacher": other, "beta": beta, "token_weights": token_weights}
+            return self.score_tokens(batch, partial(scores_and_divergence, **compared))
 
     def find_divergences(
         self, batches: Sequence[PackedBatch], teacher: Teacher, beta: float
@@ -231,13 +220,9 @@ class Actor(Policy):
 
     def find_sampling_masks(self, batches: Sequence[PackedBatch]) -> list[SamplingMask]:
         """The tokens that the sampler could draw, for each batch. Every rank must call this."""
-        kwargs = {"score": kept_tokens, "top_k": self.sampling.top_k, "top_p": self.sampling.top_p}
-        masks = []
+        kept_tokens = partial(OutputHead.kept_tokens, top_k=self.sampling.top_k, top_p=self.sampling.top_p)
         with self.scoring():
-            for batch in batches:
-                inputs, slots = self.build_inputs(batch)
-                masks.append(SamplingMask(*self.model(inputs, slots, batch.data["response_ids"], **kwargs)))
-        return masks
+            return [SamplingMask(*self.score_tokens(batch, kept_tokens)) for batch in batches]
 
 
 class Reward(Role):
@@ -299,122 +284,6 @@ def build_response_inputs(
     return inputs, inputs.slots_before(is_response)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Construction
-# ---------------------------------------------------------------------------------------------------------
-
-
-def build_roles(
-    args: PPOArguments,
-    tokenizer: Any,
-    rewards: Sequence[RewardSpec],
-    num_optimizer_steps: int,
-    *,
-    has_critic: bool,
-    template: Template | None = None,
-) -> Roles:
-    """Load and build all roles. Learning-rate schedules last for `num_optimizer_steps`, the actor's for twice
-    as many if it has separate steps on text.
-
-    Every rank must call this.
-    """
-    num_tokens = num_token_ids(tokenizer)
-    of_actor = num_optimizer_steps * (2 if has_text_steps(args) else 1)
-    bases = Bases(find_places(args, model_paths(args, rewards, has_critic=has_critic)))
-    load = partial(bases.load, "actor", load_policy)
-    engine = _build_engine(load, args, args.actor, num_tokens, of_actor)
-    hybrid_engine = HybridEngine(engine, HybridOptions.of(args))
-    layout = _layout(args, engine.module)
-    actor = Actor(hybrid_engine, sampling_options(args, tokenizer), **layout)
-    critic = None
-    if has_critic:
-        load = partial(bases.load, "critic", load_ranker)
-        engine = _build_engine(load, args, args.critic, num_tokens, num_optimizer_steps)
-        critic = Critic(engine, **_layout(args, engine.module))
-        can_move_states = engine.zero_optimization_stage() > 0 and args.critic.offload not in ("param", "all")
-        if args.offload_states_for_generation and can_move_states:
-            hybrid_engine.offload_during_generation(engine)
-    scorers = {}
-    for spec in (spec for spec in rewards if spec.kind == "model"):
-        flags = replace(args.critic, model_name_or_path=spec.target)
-        load = partial(bases.load, f"reward {spec.name}", load_ranker)
-        is_offloaded = args.offload_reward_model
-        scorers[spec.name] = _build_frozen(Reward, load, args, flags, num_tokens, is_offloaded)
-        if template:
-            scorers[spec.name].closing_ids = closing_of(spec.target, template)
-    if args.teacher_model_name_or_path:
-        flags = replace(args.actor, model_name_or_path=args.teacher_model_name_or_path)
-        is_offloaded = args.offload_reference_model
-        reference = _build_frozen(Teacher, load_policy, args, flags, num_tokens, is_offloaded)
-    elif args.actor_lora_dim:
-        has_new_adapters = not is_adapter(args.actor_model_name_or_path)
-        reference: Reference = LoraReference(actor.model, has_new_adapters=has_new_adapters, **layout)
-    elif args.ref_ema_decay:
-        reference = MovingReference(actor.model, args.ref_ema_decay, **layout)
-    else:
-        is_offloaded = args.offload_reference_model
-        reference = _build_frozen(Reference, load_policy, args, args.actor, num_tokens, is_offloaded)
-    return Roles(actor, reference, critic, scorers)
-
-
 def has_text_steps(args: PPOArguments) -> bool:
     """Whether the actor makes a separate optimizer step on pretraining text after each update."""
     return bool(args.unsupervised_dataset_name) and args.unsup_step == "own"
-
-
-def sampling_options(args: PPOArguments, tokenizer: Any) -> SamplingOptions:
-    """Sampling options from the flags."""
-    return SamplingOptions(
-        max_new_tokens=args.max_answer_seq_len,
-        stop_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        num_valid_tokens=num_token_ids(tokenizer),
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-    )
-
-
-def _build_engine(
-    load: Callable, args: PPOArguments, role: RoleFlags, num_tokens: int, num_steps: int
-) -> Any:
-    """DeepSpeed engine that trains the model that `load` returns."""
-    rows = args.per_device_training_batch_size
-    ds_config = config_of(args, zero_stage=role.zero_stage, offload=role.offload, micro_batch_size=rows)
-    # Without dropout: old and new log-probabilities must agree before the first update.
-    model = load(args, ds_config, num_tokens, dropout=0.0, role=role)
-    return build_engine(model, ds_config, args, num_steps, role=role)
-
-
-def _build_frozen(
-    kind: type[Role],
-    load: Callable,
-    args: PPOArguments,
-    role: RoleFlags,
-    num_tokens: int,
-    is_offloaded: bool,
-) -> Any:
-    """A role of this kind with the frozen model that `load` returns."""
-    ds_config = config_of(
-        args,
-        zero_stage=role.zero_stage,
-        offload="param" if is_offloaded else "none",
-        micro_batch_size=args.per_device_training_batch_size,
-        is_trained=False,
-    )
-    role = replace(role, gradient_checkpointing=False, lora_dim=0)
-    model: Any = load(args, ds_config, num_tokens, dropout=0.0, role=role).requires_grad_(False)
-    layout, is_sharded = _layout(args, model), role.zero_stage == 3
-    if is_sharded:  # DeepSpeed gathers and offloads as it reads
-        model, *_ = deepspeed.initialize(model=model, config=ds_config)
-    elif not is_offloaded:
-        model.to(distributed.device())
-    return kind(model, is_offloaded=is_offloaded and not is_sharded, **layout)
-
-
-def _layout(args: PPOArguments, model: Any) -> dict[str, bool]:
-    """Layout of sequences in the passes of a role's model."""
-    is_packed = runs_packed(args, model)
-    shares_prompts = is_packed and args.num_samples_per_prompt > 1 and not args.no_share_prompts
-    return {"is_packed": is_packed, "shares_prompts": shares_prompts}

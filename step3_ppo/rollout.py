@@ -6,6 +6,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -54,6 +55,15 @@ class Rollout:
         self.source = "recompute" if args.replay_sampling_support else args.old_logprobs
         self.recomputes = self.source in ("auto", "recompute")
         self.max_gap = MAX_LOGPROB_GAP if self.source == "strict" else math.inf  # else an update is refused
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+        return {"refilled_fraction": self.refilled_fraction, "recomputes": self.recomputes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved state."""
+        self.refilled_fraction = state["refilled_fraction"]
+        self.recomputes = state["recomputes"]
 
     def judge_gap(self, gap: float) -> str | None:
         """Update the policy of --old_logprobs from a step's mean gap between sampler and trainer; return a

@@ -60,6 +60,16 @@ class ValueNormaliser:
         self.variance += share * (variance - self.variance) + share * (1 - share) * distance**2
         self.mean += share * distance
 
+    def state_dict(self) -> dict[str, float]:
+        """What a resumed run needs."""
+        return {"weight": self.weight, "mean": self.mean, "variance": self.variance}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take over a saved state."""
+        self.weight = state["weight"]
+        self.mean = state["mean"]
+        self.variance = state["variance"]
+
     @property
     def std(self) -> float:
         """The standard deviation to divide by."""
@@ -117,6 +127,10 @@ class OpenStep:
     num_minibatches: int = 0  # that are done, refused ones too
     is_done: bool = False  # an early stop
 
+    def state_dict(self) -> dict[str, Any]:
+        """The fields but for `batch`, whose rows are saved as tensors."""
+        return {name: value for name, value in vars(self).items() if name != "batch"}
+
     @property
     def position(self) -> str:
         """Name of the position in the step: after its last minibatch."""
@@ -138,17 +152,17 @@ class TrainerState(Stateful):
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
-    def _parts(self) -> dict[str, tuple[Any, tuple[str, ...]]]:
-        """Parts of the trainer in this run by their checkpoint names, and the attributes to save of each."""
+    def _parts(self) -> dict[str, Any]:
+        """Parts of the trainer in this run that have a state_dict, by their checkpoint names."""
         trainer = self.trainer
         parts = {
-            "rollout": (trainer.rollout, ("refilled_fraction", "recomputes")),
-            "kl": (trainer.kl_controller, ("coef",)),
-            "value_norm": (trainer.value_normaliser, ("weight", "mean", "variance")),
-            "scores": (trainer.rollout.scores if trainer.rollout.scores.judges else None, ("costs",)),
-            "evaluation": (trainer.evaluation, ("step", "metrics", "before", "best", "prompts")),
+            "evaluation": trainer.evaluation,  # first: its prompts may be those of another run
+            "rollout": trainer.rollout,
+            "kl": trainer.kl_controller,
+            "value_norm": trainer.value_normaliser,
+            "scores": trainer.rollout.scores if trainer.rollout.scores.judges else None,
         }
-        return {name: (part, lasting) for name, (part, lasting) in parts.items() if part is not None}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def _batches(self) -> dict[str, PackedBatch]:
         trainer = self.trainer
@@ -163,16 +177,15 @@ class TrainerState(Stateful):
 
     def json_state(self) -> dict[str, Any]:
         """The state other than tensors."""
-        trainer, texts = self.trainer, self.trainer.losses.pretraining
-        state: dict[str, Any] = {
-            name: {key: getattr(part, key) for key in lasting}
-            for name, (part, lasting) in self._parts().items()
-        }
+        trainer = self.trainer
+        texts = trainer.losses.pretraining
+        state: dict[str, Any] = {name: part.state_dict() for name, part in self._parts().items()}
         state["keys"] = {name: list(batch.data) for name, batch in self._batches().items()}
-        state["num_ranks"], state["num_prompts"] = distributed.world_size(), trainer.prompts.num_drawn
+        state["num_ranks"] = distributed.world_size()
+        state["num_prompts"] = trainer.prompts.num_drawn
         state["losses"] = {"num_texts": texts.num_drawn if texts else 0}
         if trainer.open_step:
-            state[OPEN] = {name: x for name, x in vars(trainer.open_step).items() if name != "batch"}
+            state[OPEN] = trainer.open_step.state_dict()
         return state
 
     def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
@@ -180,11 +193,8 @@ class TrainerState(Stateful):
         differ.
         """
         trainer = self.trainer
-        if trainer.evaluation and state["evaluation"]["prompts"] != trainer.evaluation.prompts:
-            raise ValueError("the held-out prompts have changed since it was saved; bring the old ones back")
-        for name, (part, lasting) in self._parts().items():
-            for key in lasting:
-                setattr(part, key, state[name][key])
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
         batches = {
             name: _read_rows(reader, name, keys, state["num_ranks"]) for name, keys in state["keys"].items()
         }

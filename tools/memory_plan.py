@@ -85,7 +85,7 @@ class MemoryPlan:
     def __init__(self, run: Run) -> None:
         turns = [("idle", "", "idle")] + ([("generate", "actor", "generate")] if run.actor else [])
         turns += [("score" if run.actor else "evaluate", role.name, "score") for role in run.roles]
-        trained = [role.name for role in run.roles if role.is_trained]
+        trained = [role.name for role in run.roles if role.spec.is_trained]
         turns += [(f"train {name}", name, verb) for name in trained for verb in TRAINING]
         self.moments = [_fill(run, Moment(*turn)) for turn in turns]
         self.peak = max(self.moments, key=lambda moment: moment.total)
@@ -108,7 +108,7 @@ def _fill(run: Run, moment: Moment) -> Moment:
     for role in run.roles:
         verb = "wait" if (role.name, moment.role, moment.verb) in WAITS else "idle"
         verb = moment.verb if role.name == moment.role else verb
-        if not role.is_adapter_off:
+        if not role.spec.uses_actor:
             num_own = role.model.num_params - role.num_shared
             in_4bit = role.num_packed * BYTES_PER_WEIGHT
             weights = run.num_bytes * (num_own - role.num_packed) + in_4bit
@@ -117,10 +117,10 @@ def _fill(run: Run, moment: Moment) -> Moment:
             moment.hold(role.name, "weights", weights, on_cpu=is_away)
             if role.params_on_cpu and not (is_away or run.is_cpu):  # the pinned originals stay
                 moment.hold(role.name, "weights", weights, on_cpu=True)
-        elif is_adapter(role.model.path):  # as they began, and while they take the place of what they are now
+        elif is_adapter(role.spec.path):  # as they began, and while they take the place of what they are now
             began = run.num_bytes * role.model.num_trained / run.num_ranks
             moment.hold(role.name, "adapters", began * (2 if verb == "score" else 1))
-        if role.is_trained:
+        if role.spec.is_trained:
             _hold_training_state(run, role, verb, moment)
         _hold_activations(run, role, verb, moment)
         if role is run.actor:

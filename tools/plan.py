@@ -105,10 +105,10 @@ def head_lines(run: Run) -> list[str]:
     rows = [["role", "family", "parameters, M", "trained, M", "ZeRO"]]
     for role in run.roles:
         model = role.model
-        family = model.plain.config.model_type + (", adapters off" if role.is_adapter_off else "")
-        family += ", base above" if role.num_shared and not role.is_adapter_off else ""
-        trained = f"{model.num_trained / 1e6:,.1f}" if role.is_trained else "-"
-        stage = str(role.zero.stage) if role.is_trained or role.is_sharded else "-"
+        family = model.plain.config.model_type + (", adapters off" if role.spec.uses_actor else "")
+        family += ", base above" if role.num_shared and not role.spec.uses_actor else ""
+        trained = f"{model.num_trained / 1e6:,.1f}" if role.spec.is_trained else "-"
+        stage = str(role.zero.stage) if role.spec.is_trained or role.is_sharded else "-"
         rows.append([role.name, family, f"{model.num_params / 1e6:,.1f}", trained, stage])
     step = STEP_NAMES[args.stage]
     if args.stage == 2 and args.kind != "reward":
@@ -246,7 +246,7 @@ def find_changes(run: Run) -> list[Change] | None:
 def candidate_changes(run: Run) -> Iterator[Change]:
     """Yield what may be changed, the cheapest first, each in its gentlest variant first."""
     args, is_ppo = run.args, run.args.stage == 3
-    roles = [f"{role.name}_" if is_ppo else "" for role in run.roles if role.is_trained]
+    roles = [f"{role.name}_" if is_ppo else "" for role in run.roles if role.spec.is_trained]
     fewer = "fewer sequences at a time"
     if is_ppo and args.enable_hybrid_engine:
         yield Change({"release_inference_cache": True}, "the cache is built every time")
@@ -270,7 +270,7 @@ def candidate_changes(run: Run) -> Iterator[Change]:
     elif is_ppo:
         yield from _in_parts(args, "per_device_generation_batch_size", "generation_batches", fewer)
     for role in run.roles:
-        if not role.is_trained and not role.is_adapter_off:
+        if not role.spec.is_trained and not role.spec.uses_actor:
             flag = f"offload_{'reference' if role.name == 'reference' else 'reward'}_model"
             yield Change({flag: True}, "its weights come from the CPU at every step")
     for stage in (1, 2, 3):

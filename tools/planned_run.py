@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -13,7 +14,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from common.engine.ds_config import config_of, with_buckets
+from common.engine.ds_config import with_buckets
 from common.engine.muon import is_hidden_matrix
 from common.flags.args import Problems, flag
 from common.flags.optimizer import check_optimizer
@@ -26,12 +27,12 @@ from common.models.four_bit import refusals
 from common.models.loading import DTYPES, plain_model
 from common.models.lora import LoraOptions, build_lora, linear_module_names, trained_weights
 from common.models.model_flops import DEVICES
-from common.models.saved_adapters import base_of, is_adapter
+from common.models.saved_adapters import base_of
 from common.programs import model_checks, startup
 from step3_ppo.algorithms import find_algorithm
+from step3_ppo.build_roles import BaseKey, RoleSpec, build_role_specs, describe_bases, fill_ranks
 from step3_ppo.checks import check_flags
-from step3_ppo.rewards.reward_specs import parse_rewards
-from step3_ppo.shared_base import Place, describe_places, fill_ranks, find_places
+from step3_ppo.rewards.reward_specs import RewardSpec, parse_rewards
 from tools.step_flags import StageArguments
 
 SHAPES = Path(__file__).resolve().parents[1] / "training_scripts/model_shapes.json"  # by hub name
@@ -43,9 +44,8 @@ class PlannedModel:
     Raises ValueError for a classifier without a `score` head, and where nothing would get an adapter.
     """
 
-    def __init__(self, plain: PreTrainedModel, lora: LoraOptions | None = None, path: str = "") -> None:
+    def __init__(self, plain: PreTrainedModel, lora: LoraOptions | None = None) -> None:
         self.plain = self.module = plain
-        self.path = path
         if lora:
             with torch.device("meta"):
                 self.module = build_lora(copy.deepcopy(plain), lora)
@@ -84,7 +84,7 @@ class PlannedModel:
 @cache
 def with_adapters(model: PlannedModel, lora: LoraOptions) -> PlannedModel:
     """Return the model with adapters, itself where `lora` asks for none."""
-    return PlannedModel(model.plain, lora, model.path) if lora.dim or lora.folder else model
+    return PlannedModel(model.plain, lora) if lora.dim or lora.folder else model
 
 
 # ---- the switch to generation ---------------------------------------------------------------------------
@@ -102,21 +102,13 @@ class Switch(NamedTuple):
 
 @cache
 def plan_switch(
-    model: PlannedModel,
-    num_ranks: int,
-    tp_size: int,
-    is_sharded: bool,
-    at_once: int,
-    is_contiguous: bool = False,
-    is_packed: bool = False,
+    model: PlannedModel, layout: TPLayout, at_once: int, *, is_sharded: bool, is_packed: bool = False
 ) -> Switch:
-    """What the hybrid engine moves and holds, by its own plan.
+    """What the hybrid engine moves and holds on a rank, by its own plan, `at_once` layers at a time.
 
     Not `is_sharded`: every rank has all weights whole. `is_packed`: those of linear layers in 4 bits.
     """
-    cuts = model.find_cuts(tp_size)
-    rank = int(is_contiguous and num_ranks > 1)  # most others have nothing of their slice either
-    layout = TPLayout(num_ranks, tp_size if cuts else 1, rank, is_contiguous)
+    cuts = model.find_cuts(layout.tp_size)
     weights = trained_weights(model.module)
     new = near = far = most_staged = most_new = 0
     for names in group_by_layers(list(weights), at_once):
@@ -131,7 +123,7 @@ def plan_switch(
                 if plan.route is Route.BLOCKS:
                     staged += 2 * received
                 elif plan.route is Route.WHOLE and plan.cut is not None:
-                    staged += num_ranks * plan.shard_size
+                    staged += layout.world_size * plan.shard_size
             # W + scaling B A is a new tensor, whatever W's slice was.
             is_linear = name.removesuffix(".weight") in model.linear_names
             is_merged = weights[name].lora_a is not None or (is_packed and is_linear)
@@ -143,8 +135,6 @@ def plan_switch(
 # ---- the run --------------------------------------------------------------------------------------------
 
 Models = dict[str, PlannedModel]  # by role, without adapters
-Source = tuple[str, str, bool]  # of a model: the flag that names it, its path, whether it is a value model
-
 
 HERE = "here"
 WITHOUT_BF16 = ("cpu", "t4-16g")  # devices whose default precision is fp32
@@ -169,15 +159,21 @@ class PlanArguments(StageArguments):
 class Role:
     """One model of a run."""
 
-    name: str
+    spec: RoleSpec
     model: PlannedModel  # with its adapters
     zero: DeepSpeedZeroConfig  # the stage as it is run; sizes in elements
-    is_trained: bool
-    is_checkpointed: bool
-    is_offloaded: bool  # frozen, its weights on the CPU between uses
-    is_adapter_off: bool = False  # the actor with adapters off or as they began, or with averages: no weights
     num_shared: int = 0  # parameters that a role before it holds for both
     num_packed: int = 0  # parameters of its own that are in 4 bits
+
+    @property
+    def name(self) -> str:
+        """As the step calls it."""
+        return self.spec.name
+
+    @property
+    def is_checkpointed(self) -> bool:
+        """Whether the backward pass computes activations anew."""
+        return self.spec.flags.gradient_checkpointing
 
     @property
     def is_sharded(self) -> bool:
@@ -187,12 +183,12 @@ class Role:
     @property
     def params_on_cpu(self) -> bool:
         """Whether its weights wait on the CPU: under ZeRO 3 layer by layer, else between uses."""
-        return self.is_offloaded or self.zero.offload_param is not None
+        return self.spec.is_offloaded or self.zero.offload_param is not None
 
     @property
     def states_can_move(self) -> bool:
         """Whether --offload_states_for_generation moves its optimizer states."""
-        return self.is_trained and self.zero.stage > 0 and self.zero.offload_param is None
+        return self.spec.is_trained and self.zero.stage > 0 and self.zero.offload_param is None
 
 
 class Run:
@@ -201,14 +197,16 @@ class Run:
     Raises ValueError where a model cannot have the adapters, or be cut into the slices, that the flags name.
     """
 
-    def __init__(self, args: Any, models: Models) -> None:
-        self.args, self.models = args, models
+    def __init__(self, args: Any, specs: Sequence[RoleSpec], models: Models) -> None:
+        self.args = args
+        self.models = models
         self.is_cpu = args.gpu == "cpu"
         self.memory_bytes = (args.gpu_memory_gib or DEVICES[args.gpu].memory_gib) * 2**30
         self.num_ranks = args.num_gpus * args.num_nodes
         self.num_bytes = DTYPES[args.dtype].itemsize  # of a weight
-        self.roles = build_roles(args, models)
-        is_ppo, cap = args.stage == 3, args.max_tokens_per_micro_batch.train
+        self.roles = build_roles(args, specs, models)
+        is_ppo = args.stage == 3
+        cap = args.max_tokens_per_micro_batch.train
         self.actor = self.roles[0] if is_ppo else None  # the role that generates
         self.length = sequence_length(args)
         sequences_of_row = 2 if args.stage == 2 and not args.is_unpaired else 1  # pairs
@@ -251,15 +249,14 @@ class Run:
 
     def plan_switch(self) -> Switch:
         """What the switch to generation moves and holds, in elements of a rank."""
-        actor, layers = self.actor, self.args.tp_gather_partition_size
+        is_contiguous = self.has_contiguous_groups
+        rank = int(is_contiguous and self.num_ranks > 1)  # most others have nothing of their slice either
         return plan_switch(
-            actor.model,
-            self.num_ranks,
-            self.tp_size,
-            actor.is_sharded,
-            layers,
-            self.has_contiguous_groups,
-            is_packed=actor.num_packed > 0,
+            self.actor.model,
+            TPLayout(self.num_ranks, self.tp_size, rank, is_contiguous),
+            self.args.tp_gather_partition_size,
+            is_sharded=self.actor.is_sharded,
+            is_packed=self.actor.num_packed > 0,
         )
 
 
@@ -276,51 +273,25 @@ def sequence_length(args: Any) -> int:
     return args.max_prompt_seq_len + args.max_answer_seq_len if args.stage == 3 else args.max_seq_len
 
 
-def build_roles(args: Any, models: Models) -> list[Role]:
-    """Return the roles as the steps make them, the actor first."""
+def build_roles(args: Any, specs: Sequence[RoleSpec], models: Models) -> list[Role]:
+    """The roles that have a model, the actor first."""
     roles: list[Role] = []
-    places = find_places(args, shared_paths(models)) if args.stage == 3 else {}
-    held: set[Place] = set()
-    for name, model in models.items():
-        is_reference = name == "reference" and not args.teacher_model_name_or_path
-        if is_reference and (args.actor_lora_dim or args.ref_ema_decay):
-            roles.append(replace(roles[0], name=name, is_trained=False, is_adapter_off=True))
+    held: set[BaseKey] = set()
+    for spec in (spec for spec in specs if spec.name in models):
+        if spec.uses_actor:
+            roles.append(replace(roles[0], spec=spec))
             continue
-        flags = args  # the role's own
-        if args.stage == 3:
-            flags = args.actor if name in ("actor", "reference") else args.critic
-            if name not in ("actor", "critic"):
-                flags = replace(flags, model_name_or_path=model.path, lora_dim=0)
-        is_trained = args.stage < 3 or name in ("actor", "critic")
-        is_offloaded = False
-        model = with_adapters(model, LoraOptions.of(args, flags))
-        if not is_trained:
-            is_offloaded = args.offload_reference_model if name == "reference" else args.offload_reward_model
-        offload = flags.offload if is_trained else "param" if is_offloaded else "none"
-        config = config_of(
-            args, zero_stage=flags.zero_stage, offload=offload, micro_batch_size=1, is_trained=is_trained
-        )
-        if is_trained:
+        model = with_adapters(models[spec.name], LoraOptions.of(args, spec.flags))
+        config = spec.ds_config(args, 1)
+        if spec.is_trained:
             config = with_buckets(config, model.num_trained, args.num_gpus * args.num_nodes)
         zero = DeepSpeedZeroConfig(**config["zero_optimization"])
-        is_checkpointed = is_trained and flags.gradient_checkpointing
-        place = places.get(name)
-        num_shared = model.num_in_backbone if place in held else 0
-        held |= {place} if place else set()
-        is_packed = args.load_in_4bit and (flags.lora_dim > 0 or is_adapter(flags.model_name_or_path))
-        num_packed = model.num_in_linear if is_packed and not num_shared else 0
-        kind = is_trained, is_checkpointed, is_offloaded, False, num_shared, num_packed
-        roles.append(Role(name, model, zero, *kind))
+        base = spec.base
+        num_shared = model.num_in_backbone if base in held else 0
+        held |= {base} if base else set()
+        num_packed = model.num_in_linear if spec.is_in_4bit and not num_shared else 0
+        roles.append(Role(spec, model, zero, num_shared, num_packed))
     return roles
-
-
-def shared_paths(models: Models) -> dict[str, str]:
-    """Return the paths of roles that may have a base in common: adapters, and folders that are there.
-
-    A hub name stands for what a step before will have exported, each a model of its own.
-    """
-    paths = {name: model.path for name, model in models.items() if name != "reference"}
-    return {name: path for name, path in paths.items() if Path(path).is_dir()}
 
 
 # ---- from the flags -------------------------------------------------------------------------------------
@@ -336,76 +307,92 @@ def read_run(args: Any, problems: Problems) -> Run:
 
 
 def build_run(args: Any, models: Models, problems: Problems) -> Run | None:
-    """Return the run of these models; None after adding what a step would refuse of its flags."""
+    """The run of these models; None after adding why a step would reject its flags."""
     if args.dtype in ("", "auto"):  # what the programs would choose on such a device
         args = replace(args, dtype="fp32" if args.gpu in WITHOUT_BF16 else "bf16")
     startup.check_offload(args, args.dtype, problems)
     check_optimizer(args, args.dtype, problems)
     if args.stage == 3:
-        args = replace(args)
-        if args.reward and not args.critic_model_name_or_path:
-            args.critic_model_name_or_path = args.actor_model_name_or_path
+        args = with_critic(args)
         fill_ranks(args, problems)
         check_flags(args, args.num_gpus * args.num_nodes, args.dtype, problems)
-        describe_places(args, shared_paths(models), problems)
+    specs = find_specs(args, problems)
+    describe_bases(args, specs, problems)
     for refusal in refusals(args, is_planned=True):
         problems.add(refusal)
     if problems.messages:
         return None
     with problems.catch():
-        return Run(args, models)
+        return Run(args, specs, models)
     return None
 
 
 def read_models(args: Any, problems: Problems) -> Models:
-    """Return the models by role, after adding what is wrong with their paths."""
-    read: dict[Source, PlannedModel] = {}
-    sources = find_sources(args, problems)
-    for flag_name, path, is_value_model in dict.fromkeys(sources.values()):
-        config = None
-        with problems.catch():
-            config = known_config(base_of(path)) or startup.check_model(
-                flag_name, path, args, problems, takes_adapter=args.stage == 3
-            )
-        if config is None:
-            continue
-        model_checks.check_length(config, sequence_length(args), flag_name, problems)
-        if is_value_model:
-            config.num_labels = 1
-        auto_class = AutoModelForSequenceClassification if is_value_model else AutoModelForCausalLM
-        try:
-            model = PlannedModel(model_checks.empty_model(config, args, auto_class), path=path)
-            read[flag_name, path, is_value_model] = model
-        except ValueError as error:
-            problems.add(f"{flag_name} {path}: {error}")
-    return {role: read[source] for role, source in sources.items() if source in read}
+    """The models by role, after adding the problems of their paths."""
+    models: dict[tuple[str, bool], PlannedModel | None] = {}
+    specs = find_specs(with_critic(args) if args.stage == 3 else args, problems)
+    for spec in specs:
+        if (spec.path, spec.is_value_model) not in models:
+            models[spec.path, spec.is_value_model] = read_model(args, spec, problems)
+    by_role = {spec.name: models[spec.path, spec.is_value_model] for spec in specs}
+    return {name: model for name, model in by_role.items() if model}
 
 
-def find_sources(args: Any, problems: Problems) -> dict[str, Source]:
-    """Return where the model of each role comes from, after adding what is missing."""
+def read_model(args: Any, spec: RoleSpec, problems: Problems) -> PlannedModel | None:
+    """The model; None after adding why it cannot be had."""
+    config = None
+    with problems.catch():
+        config = known_config(base_of(spec.path)) or startup.check_model(
+            spec.flag, spec.path, args, problems, takes_adapter=args.stage == 3
+        )
+    if config is None:
+        return None
+    model_checks.check_length(config, sequence_length(args), spec.flag, problems)
+    auto_class: Any = AutoModelForCausalLM
+    if spec.is_value_model:
+        config.num_labels = 1
+        auto_class = AutoModelForSequenceClassification
+    try:
+        return PlannedModel(model_checks.empty_model(config, args, auto_class))
+    except ValueError as error:
+        problems.add(f"{spec.flag} {spec.path}: {error}")
+    return None
+
+
+def with_critic(args: Any) -> Any:
+    """A copy of the flags of step 3, with the critic that a run with rewards begins from by default."""
+    has_reward = bool(args.reward or args.environment)
+    default = args.actor_model_name_or_path if has_reward else ""
+    return replace(args, critic_model_name_or_path=args.critic_model_name_or_path or default)
+
+
+def find_specs(args: Any, problems: Problems) -> list[RoleSpec]:
+    """The roles of the step, after adding what is missing for them.
+
+    They share the bases of folders alone: a hub name stands for the exports of earlier steps, each a model of
+    its own.
+    """
     if args.stage < 3:
         is_value_model = args.stage == 2 and args.kind == "reward"
         name = "reward" if is_value_model else "policy"
-        return {name: ("--model_name_or_path", args.model_name_or_path, is_value_model)}
+        kind = {"is_trained": True, "is_value_model": is_value_model}
+        return [RoleSpec(name, "--model_name_or_path", args, args.load_in_4bit, **kind)]
     import_plugins(args.plugins, problems)
-    has_reward = bool(args.reward or args.environment)
-    of_actor = ("--actor_model_name_or_path", args.actor_model_name_or_path, False)
-    critic = args.critic_model_name_or_path or (args.actor_model_name_or_path if has_reward else "")
-    of_critic = ("--critic_model_name_or_path", critic, True)
-    of_teacher = ("--teacher_model_name_or_path", args.teacher_model_name_or_path, False)
-    sources: dict[str, Source] = {"actor": of_actor}
-    sources["reference"] = of_teacher if args.teacher_model_name_or_path else of_actor
+    critic = args.critic_model_name_or_path
+    rewards: list[RewardSpec] = []
+    has_critic = False
     with problems.catch():
-        if find_algorithm(args.algorithm).needs_critic:
-            cure = "give it, or an --algorithm without a critic, such as grpo"
-            problems.check(bool(critic), f"--critic_model_name_or_path is needed for --stage 3: {cure}")
-            sources["critic"] = of_critic
-        if not has_reward:
-            sources["reward"] = of_critic
-        for spec in parse_rewards(args.reward, has_teacher=bool(args.teacher_model_name_or_path)):
-            if spec.kind == "model":
-                sources[spec.name] = ("--reward model:", spec.target, True)
-    return {role: source for role, source in sources.items() if source[1]}
+        has_critic = find_algorithm(args.algorithm).needs_critic
+        cure = "give it, or an --algorithm without a critic, such as grpo"
+        problems.check(
+            bool(critic) or not has_critic, f"--critic_model_name_or_path is needed for --stage 3: {cure}"
+        )
+    with problems.catch():
+        rewards = parse_rewards(args.reward, has_teacher=bool(args.teacher_model_name_or_path))
+    if not (args.reward or args.environment):
+        rewards = [RewardSpec("model", critic, 1.0, "reward")]
+    specs = build_role_specs(args, rewards, has_critic=has_critic)
+    return [replace(spec, keeps_base=spec.keeps_base and Path(spec.path).is_dir()) for spec in specs]
 
 
 def known_config(path: str) -> Any:

@@ -64,7 +64,7 @@ def plan_traffic(run: Run) -> dict[str, Phase]:
         elif role.params_on_cpu:  # nothing comes back
             phase.host_bytes = float(run.num_bytes * role.model.num_params)
     num_updates = run.args.ppo_epochs * run.num_samples / run.sequences_per_update
-    trained = [role for role in run.roles if role.is_trained]
+    trained = [role for role in run.roles if role.spec.is_trained]
     return phases | {f"train {role.name}": plan_update(run, role, num_updates) for role in trained}
 
 

@@ -55,9 +55,9 @@ def check_optimizer(args: Any, dtype: str, problems: Problems) -> None:
     is_muon = False
     with problems.catch():
         is_muon = parse_optimizer(args.optimizer).has_muon
-    ranks = [value for name, value in vars(args).items() if name.endswith("lora_dim")]
+    has_adapters_alone = args.only_optimize_lora and all(role.lora_dim for role in args.roles().values())
     problems.check(
-        not (is_muon and all(ranks) and args.only_optimize_lora),
+        not (is_muon and has_adapters_alone),
         f"--optimizer {args.optimizer} has no matrix to train, because adapters are trained by AdamW; use "
         "--optimizer adamw, or --only_optimize_lora false",
     )

@@ -1,6 +1,7 @@
 """Flags that steps 1 and 2 share, which train a single model. Does not import torch."""
 
 from dataclasses import dataclass
+from typing import Self
 
 from common.flags.args import flag
 from common.flags.groups import (
@@ -100,3 +101,7 @@ class SingleModelArguments(
     RunArguments,
 ):
     """Flags that steps 1 and 2 share."""
+
+    def roles(self) -> dict[str, Self]:
+        """Flags of each trained model, by the prefix of their names: step 3 has several."""
+        return {"": self}

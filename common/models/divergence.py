@@ -9,43 +9,16 @@ weight's gradient waits for the backward pass.
 """
 
 import math
-from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from common.models.output_head import (
-    HeadGradients,
-    LogitOptions,
-    SummedOverTokens,
-    chunks,
-    differentiable_logits,
-    token_scores,
-)
+from common.models.output_head import HeadGradients, LogitOptions, OutputHead, SummedOverTokens
 
 FORWARD_KL, REVERSE_KL = 0.0, 1.0  # as `beta`
 # Logits, log-probabilities and probabilities of both models, their mixture and the slope stand side by side.
 TENSORS_OF_A_CHUNK = 4  # times what the scores of one model need
 _LOWEST = -1e30  # in place of -inf: 0 * -inf would be NaN
-
-
-class TeacherLogits(NamedTuple):
-    """What a teacher's logits of the N tokens are made from; its hidden size and its padding are its own."""
-
-    hidden: torch.Tensor  # (N, its hidden size)
-    weight: torch.Tensor  # (its vocabulary, its hidden size)
-    bias: torch.Tensor | None
-    options: LogitOptions
-
-    def logprobs(self, rows: slice) -> torch.Tensor:
-        """Return log-probabilities (n, valid tokens) in fp32."""
-        logits = F.linear(self.hidden[rows], self.weight, self.bias)
-        return _logprobs(self.options.transform(logits), self.options)
-
-
-def hidden_states(hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """Return the hidden states (N, H): what a PolicyModel says as its `score`."""
-    return hidden
 
 
 def divergence(
@@ -73,42 +46,32 @@ def divergence(
 
 
 def summed_divergence(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    options: LogitOptions,
-    *,
-    teacher: TeacherLogits,
-    beta: float,
-    token_weights: torch.Tensor | None = None,
+    student: OutputHead, teacher: OutputHead, beta: float, token_weights: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (the sum over tokens of token weight x divergence, a scalar; the divergences (N,), without
-    gradient), both fp32, in nats.
+    """The sum over tokens of token weight x divergence, a scalar; and the divergences (N,), without gradient;
+    both fp32, in nats.
 
-    hidden (N, H), weight (V, H) and bias (V,) are the student's, which alone gets gradients; token_weights
+    Hidden size and vocabulary padding of both may differ; the student alone gets gradients. token_weights
     (N,), None: 1 each. The softmax of each model is taken as its own options say.
     """
     if token_weights is None:
-        token_weights = torch.ones(len(hidden), device=hidden.device)
-    return _SummedDivergence.of(hidden, weight, bias, options, teacher, beta, token_weights)
+        token_weights = torch.ones(len(student.hidden), device=student.hidden.device)
+    return _SummedDivergence.of(student, teacher, beta, token_weights)
 
 
 def scores_and_divergence(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    student: OutputHead,
     token_ids: torch.Tensor,
-    options: LogitOptions,
     *,
-    teacher: TeacherLogits,
+    teacher: OutputHead,
     beta: float,
     token_weights: torch.Tensor | None = None,
-    **kwargs: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """Results of `token_scores`, then those of `summed_divergence`, from one forward pass."""
-    scores = token_scores(hidden, weight, bias, token_ids, options, **kwargs)
-    compared = {"teacher": teacher, "beta": beta, "token_weights": token_weights}
-    return *scores, *summed_divergence(hidden, weight, bias, options, **compared)
+    """Log-probabilities and entropies of the tokens, then the results of `summed_divergence`, from one
+    forward pass.
+    """
+    scores = student.logprobs(token_ids, with_entropy=True)
+    return *scores, *summed_divergence(student, teacher, beta, token_weights)
 
 
 def _logprobs(logits: torch.Tensor, options: LogitOptions) -> torch.Tensor:
@@ -120,19 +83,20 @@ def _logprobs(logits: torch.Tensor, options: LogitOptions) -> torch.Tensor:
 
 class _SummedDivergence(SummedOverTokens):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, options, teacher, beta, token_weights):
+    def forward(ctx, hidden, weight, bias, options, *request):
+        student = OutputHead(hidden, weight, bias, options)
+        teacher, beta, token_weights = request
         of_tokens = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        needs = ctx.needs_input_grad[:3]
-        gradients = HeadGradients(hidden, weight, bias, needs) if any(needs) else None
-        widest = max(weight, teacher.weight, key=len)
-        for rows in chunks(hidden, widest, at_once=TENSORS_OF_A_CHUNK):
-            leaf, logits = differentiable_logits(hidden, weight, bias, options, None, rows)
-            student = _logprobs(logits.detach(), options)
-            of_tokens[rows], slopes = divergence(student, teacher.logprobs(rows), beta)
+        gradients = HeadGradients(student, ctx.needs_input_grad) if any(ctx.needs_input_grad[:3]) else None
+        for rows in student.chunks(at_once=TENSORS_OF_A_CHUNK, num_tokens=len(teacher.weight)):
+            raw, logits = student.followed_logits(rows)
+            log_q = _logprobs(logits.detach(), options)
+            log_p = _logprobs(teacher.options.transform(teacher.raw_logits(rows)), teacher.options)
+            of_tokens[rows], slopes = divergence(log_q, log_p, beta)
             if gradients:
                 slopes.mul_(token_weights[rows, None] / options.temperature)
                 padding = logits.shape[1] - slopes.shape[1]
-                gradients.add(rows, leaf, logits, F.pad(slopes.to(logits.dtype), (0, padding)))
+                gradients.add(rows, raw, logits, F.pad(slopes.to(logits.dtype), (0, padding)))
         ctx.mark_non_differentiable(of_tokens)
         _SummedDivergence.keep(ctx, gradients, hidden.dtype)
         return (of_tokens.double() * token_weights).sum().float(), of_tokens

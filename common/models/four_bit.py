@@ -23,15 +23,18 @@ def refusals(args: Any, *, is_planned: bool = False) -> Iterator[str]:
         return
     if not is_planned and not find_spec("bitsandbytes"):
         yield "--load_in_4bit needs bitsandbytes, which is not installed; pip install bitsandbytes"
-    ranks = [name for name in vars(args) if name.endswith("lora_dim")]
-    if not any(getattr(args, name) for name in ranks):
-        flags = " or ".join(f"--{name}" for name in ranks)
+    roles = args.roles()
+    if not any(role.lora_dim for role in roles.values()):
+        flags = " or ".join(f"--{prefix}lora_dim" for prefix in roles)
         yield f"--load_in_4bit holds the base of adapters, and without {flags} all weights train; give one"
     elif not args.only_optimize_lora:
         yield "--load_in_4bit needs a frozen base; remove --only_optimize_lora false"
-    for name in (name for name in vars(args) if name.endswith("zero_stage")):
-        if getattr(args, name) == 3:
-            yield f"--load_in_4bit and --{name} 3 exclude each other: packed weights are not sharded; use 2"
+    for prefix, role in roles.items():
+        if role.zero_stage == 3:
+            yield (
+                f"--load_in_4bit and --{prefix}zero_stage 3 exclude each other: packed weights are not "
+                "sharded; use 2"
+            )
     tp_size = getattr(args, "inference_tp_size", 1)
     if tp_size > 1:
         yield f"--load_in_4bit packs weights whole, and --inference_tp_size {tp_size} cuts them; give one"

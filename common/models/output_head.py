@@ -6,8 +6,8 @@ hidden states, two numbers a token and the first few chunks' logits; the backwar
 # N scored tokens, H hidden size, V vocabulary, n tokens of a chunk
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -92,65 +92,87 @@ class SamplingMask(NamedTuple):
         return mask.index_fill_(0, slots * num_tokens + token_ids, True).view(-1, num_tokens)
 
 
-def token_scores(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    token_ids: torch.Tensor,
-    options: LogitOptions,
-    *,
-    with_entropy: bool = False,
-    mask: SamplingMask | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities (N,) and entropies (N,) in nats, both fp32, where `token_ids` (N,) are
-    predicted from `hidden` (N, H); entropies are zeros unless `with_entropy`.
+class OutputHead(NamedTuple):
+    """What the logits of N tokens are made from, and what is computed of them chunk by chunk.
 
-    weight (V, H), bias (V,). Differentiable in hidden, weight and bias. With `mask` the softmax is taken
-    among its tokens, which must hold the scored one.
+    All results are differentiable in hidden, weight and bias, but for `kept_tokens`.
     """
-    return _TokenScores.apply(hidden, weight, bias, token_ids, options, with_entropy, mask)
+
+    hidden: torch.Tensor  # (N, H)
+    weight: torch.Tensor  # (V, H)
+    bias: torch.Tensor | None  # (V,)
+    options: LogitOptions
+
+    def logprobs(
+        self, token_ids: torch.Tensor, *, with_entropy: bool = False, mask: SamplingMask | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities (N,) of `token_ids` (N,) and entropies (N,) in nats, both fp32; entropies are
+        zeros unless `with_entropy`.
+
+        With `mask` the softmax is taken among its tokens, which must hold the scored one.
+        """
+        return _TokenScores.apply(*self, token_ids, with_entropy, mask)
+
+    def nll_sum(self, token_ids: torch.Tensor, *, temperature: float | None = None) -> torch.Tensor:
+        """Negative log-likelihood of `token_ids` (N,), summed, fp32 scalar; `temperature` replaces the
+        options'.
+
+        Every token has the same gradient, so it is made in the forward pass: a quarter less arithmetic than
+        making the logits twice.
+        """
+        options = self.options
+        if temperature is not None:
+            options = replace(options, temperature=temperature)
+        return -_SummedLogprobs.of(self._replace(options=options), token_ids)
+
+    @torch.no_grad()
+    def kept_tokens(
+        self, token_ids: torch.Tensor, *, top_k: int, top_p: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The fields of a SamplingMask: what top_k and top_p left at each slot, and the sampled token."""
+        kept, counts = [], []
+        for rows in self.chunks():
+            is_kept = sampling_mask(
+                self.options.transform(self.raw_logits(rows)),
+                temperature=self.options.temperature,
+                num_valid_tokens=self.options.num_valid_tokens,
+                top_k=top_k,
+                top_p=top_p,
+            )
+            is_kept.scatter_(1, token_ids[rows].unsqueeze(1), True)  # rounding may put it just outside
+            kept.append(is_kept.nonzero()[:, 1])
+            counts.append(is_kept.sum(1))
+        return torch.cat(kept), torch.cat(counts).cpu()
+
+    def raw_logits(self, rows: slice) -> torch.Tensor:
+        """Logits (n, V) before the model's scaling and soft cap."""
+        return F.linear(self.hidden[rows], self.weight, self.bias)
+
+    def followed_logits(
+        self, rows: slice, mask: SamplingMask | None = None, raw: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Raw logits (n, V), which are made if they are not given, and what transform and mask make of them,
+        which autograd has followed.
+        """
+        raw = self.raw_logits(rows) if raw is None else raw
+        if self.options.multiplier == 1.0 and self.options.cap is None and mask is None:
+            return raw, raw
+        with torch.enable_grad():
+            return raw, _masked(self.options.transform(raw.requires_grad_()), mask, rows)
+
+    def chunks(self, *, at_once: int = 1, num_tokens: int = 0) -> Iterator[slice]:
+        """Yield the rows whose logits make a chunk, or one of `at_once` that share its room; `num_tokens` is
+        a vocabulary larger than V.
+        """
+        elements = CPU_CHUNK_ELEMENTS if self.hidden.device.type == "cpu" else GPU_CHUNK_ELEMENTS
+        size = max(1, elements // (at_once * max(num_tokens, len(self.weight))))
+        for first in range(0, len(self.hidden), size):
+            yield slice(first, min(first + size, len(self.hidden)))
 
 
-def summed_logprobs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    token_ids: torch.Tensor,
-    options: LogitOptions,
-) -> torch.Tensor:
-    """Return the sum of `token_scores(...)[0]`, a scalar in fp32.
-
-    Every token has the same gradient, so it is made in the forward pass: a quarter less arithmetic than
-    making the logits twice.
-    """
-    return _SummedLogprobs.of(hidden, weight, bias, token_ids, options)
-
-
-@torch.no_grad()
-def kept_tokens(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    token_ids: torch.Tensor,
-    options: LogitOptions,
-    *,
-    top_k: int,
-    top_p: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the fields of a SamplingMask: what top_k and top_p left at each slot, and the sampled token."""
-    kept, counts = [], []
-    for rows in chunks(hidden, weight):
-        is_kept = sampling_mask(
-            options.transform(F.linear(hidden[rows], weight, bias)),
-            temperature=options.temperature,
-            num_valid_tokens=options.num_valid_tokens,
-            top_k=top_k,
-            top_p=top_p,
-        )
-        is_kept.scatter_(1, token_ids[rows].unsqueeze(1), True)  # rounding may put it just outside
-        kept.append(is_kept.nonzero()[:, 1])
-        counts.append(is_kept.sum(1))
-    return torch.cat(kept), torch.cat(counts).cpu()
+def hidden_states(head: OutputHead, token_ids: torch.Tensor) -> torch.Tensor:
+    """The hidden states (N, H) themselves, for `compute` of a PolicyModel."""
+    return head.hidden
 
 
 @torch.no_grad()
@@ -187,22 +209,25 @@ def _softmax_gradient(
     normalisers: torch.Tensor,
     options: LogitOptions,
     grad_logprobs: torch.Tensor,
-    entropies: torch.Tensor | None = None,
-    grad_entropies: torch.Tensor | None = None,
+    of_entropies: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Return the gradient (n, V) of logits (n, V), in their dtype; 0 at ids that do not take part."""
+    """Gradient (n, V) of logits (n, V), in their dtype; 0 at ids that do not take part.
+
+    `of_entropies`: the entropies (n,) and their gradients (n,).
+    """
     valid, temperature = logits[:, : options.num_valid_tokens], options.temperature
     num_valid = valid.shape[1]
     log_p = _centred(valid, normalisers[:, None], temperature)
     # d logprob / d logit_j = ([j == id] - p_j) / temperature
     scale = grad_logprobs[:, None] / temperature
     at_chosen = torch.where(token_ids[:, None] < num_valid, scale, 0.0).to(log_p.dtype)
-    p = log_p.exp_() if grad_entropies is None else log_p.clamp_(min=_LOWEST).exp()
-    if grad_entropies is not None:
+    p = log_p.exp_() if of_entropies is None else log_p.clamp_(min=_LOWEST).exp()
+    if of_entropies is not None:
+        entropies, grad_entropies = of_entropies
         # d H / d logit_j = -p_j (log p_j + H) / temperature
         log_p.add_(entropies[:, None]).mul_(p).mul_(-grad_entropies[:, None] / temperature)
     gradient = p.mul_(-scale).scatter_add_(-1, token_ids[:, None].clamp(max=num_valid - 1), at_chosen)
-    if grad_entropies is not None:
+    if of_entropies is not None:
         gradient += log_p
         del log_p
     gradient = gradient.to(logits.dtype)
@@ -222,21 +247,24 @@ class _TokenScores(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, token_ids, options, with_entropy, mask):
+    def forward(ctx, hidden, weight, bias, options, *request):
+        head = OutputHead(hidden, weight, bias, options)
+        token_ids, with_entropy, mask = request
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        entropies, normalisers = torch.zeros_like(logprobs), torch.empty_like(logprobs)
+        entropies = torch.zeros_like(logprobs)
+        normalisers = torch.empty_like(logprobs)
         room = CPU_KEPT_ELEMENTS if hidden.device.type == "cpu" else GPU_KEPT_ELEMENTS
         ctx.kept = {}  # first row of a chunk: its logits
-        for rows in chunks(hidden, weight):
-            leaf = F.linear(hidden[rows], weight, bias)
-            room -= leaf.numel()
+        for rows in head.chunks():
+            raw = head.raw_logits(rows)
+            room -= raw.numel()
             if room >= 0 and any(ctx.needs_input_grad[:3]):
-                ctx.kept[rows.start] = leaf
-            logits = _masked(options.transform(leaf), mask, rows)
-            of_rows = _softmax_scores(logits, token_ids[rows], options, with_entropy=with_entropy)
-            logprobs[rows], normalisers[rows] = of_rows[0], of_rows[2]
+                ctx.kept[rows.start] = raw
+            logits = _masked(options.transform(raw), mask, rows)
+            scores = _softmax_scores(logits, token_ids[rows], options, with_entropy=with_entropy)
+            logprobs[rows], chunk_entropies, normalisers[rows] = scores
             if with_entropy:
-                entropies[rows] = of_rows[1]
+                entropies[rows] = chunk_entropies
         ctx.save_for_backward(hidden, weight, bias, token_ids, entropies, normalisers, *(mask or ()))
         ctx.options = options
         ctx.set_materialize_grads(False)  # an entropy that is only reported costs nothing backwards
@@ -246,32 +274,31 @@ class _TokenScores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropies):
         hidden, weight, bias, token_ids, entropies, normalisers, *rest = ctx.saved_tensors
+        head = OutputHead(hidden, weight, bias, ctx.options)
         mask = SamplingMask(*rest) if rest else None
-        gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
+        gradients = HeadGradients(head, ctx.needs_input_grad)
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normalisers)
-        for rows in chunks(hidden, weight):
-            kept = ctx.kept.pop(rows.start, None)
-            leaf, logits = differentiable_logits(hidden, weight, bias, ctx.options, mask, rows, kept)
-            of_entropies = (entropies[rows], grad_entropies[rows]) if grad_entropies is not None else ()
+        for rows in head.chunks():
+            raw, logits = head.followed_logits(rows, mask, ctx.kept.pop(rows.start, None))
+            of_entropies = None if grad_entropies is None else (entropies[rows], grad_entropies[rows])
             scored = logits.detach(), token_ids[rows], normalisers[rows]
-            of_logits = _softmax_gradient(*scored, ctx.options, grad_logprobs[rows], *of_entropies)
-            gradients.add(rows, leaf, logits, of_logits)
+            of_logits = _softmax_gradient(*scored, ctx.options, grad_logprobs[rows], of_entropies)
+            gradients.add(rows, raw, logits, of_logits)
         return *gradients.result(hidden.dtype), None, None, None, None
 
 
 class SummedOverTokens(torch.autograd.Function):
     """A weighted sum over tokens, whose gradient is made while the logits are there; the backward pass scales
-    it. A subclass takes hidden, weight and bias first, and gives its HeadGradients to `keep`.
+    it. A subclass takes the fields of an OutputHead first, and gives its HeadGradients to `keep`.
     """
 
     @classmethod
-    def of(cls, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *more: Any) -> Any:
+    def of(cls, head: OutputHead, *more: Any) -> Any:
         """Like `apply`, but skips the backward pass where no gradient is needed."""
-        inputs = hidden, weight, bias
         if not torch.is_grad_enabled():
-            inputs = [x if x is None else x.detach() for x in inputs]
-        return cls.apply(*inputs, *more)
+            head = OutputHead(*(x if x is None else x.detach() for x in head[:3]), head.options)
+        return cls.apply(*head, *more)
 
     @staticmethod
     def keep(ctx, gradients: "HeadGradients | None", dtype: torch.dtype) -> None:
@@ -292,31 +319,20 @@ class SummedOverTokens(torch.autograd.Function):
 
 class _SummedLogprobs(SummedOverTokens):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, token_ids, options):
+    def forward(ctx, hidden, weight, bias, options, token_ids):
+        head = OutputHead(hidden, weight, bias, options)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        needs = ctx.needs_input_grad[:3]
-        gradients = HeadGradients(hidden, weight, bias, needs) if any(needs) else None
-        for rows in chunks(hidden, weight):
-            leaf, logits = differentiable_logits(hidden, weight, bias, options, None, rows)
+        gradients = HeadGradients(head, ctx.needs_input_grad) if any(ctx.needs_input_grad[:3]) else None
+        for rows in head.chunks():
+            raw, logits = head.followed_logits(rows)
             scored = logits.detach(), token_ids[rows]
             logprobs, _, normalisers = _softmax_scores(*scored, options, with_entropy=False)
             total += logprobs.double().sum()
             if gradients:
                 ones = torch.ones_like(logprobs)
-                gradients.add(rows, leaf, logits, _softmax_gradient(*scored, normalisers, options, ones))
+                gradients.add(rows, raw, logits, _softmax_gradient(*scored, normalisers, options, ones))
         _SummedLogprobs.keep(ctx, gradients, hidden.dtype)
         return total.float()
-
-
-def differentiable_logits(
-    hidden, weight, bias, options, mask, rows, kept=None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return raw logits (n, V), and what transform and mask make of them, which autograd has followed."""
-    leaf = F.linear(hidden[rows], weight, bias) if kept is None else kept
-    if options.multiplier == 1.0 and options.cap is None and mask is None:
-        return leaf, leaf
-    with torch.enable_grad():
-        return leaf, _masked(options.transform(leaf.requires_grad_()), mask, rows)
 
 
 def _masked(logits: torch.Tensor, mask: SamplingMask | None, rows: slice) -> torch.Tensor:
@@ -329,18 +345,19 @@ def _masked(logits: torch.Tensor, mask: SamplingMask | None, rows: slice) -> tor
 class HeadGradients:
     """Gradients of hidden, weight and bias, added up chunk by chunk; the weight's in fp32 or better."""
 
-    def __init__(self, hidden, weight, bias, needs) -> None:
-        self.inputs = hidden, weight, bias
-        summed = torch.promote_types(weight.dtype, torch.float32)
-        self.of_hidden = torch.empty_like(hidden) if needs[0] else None
-        self.of_weight = torch.zeros_like(weight, dtype=summed) if needs[1] else None
-        self.of_bias = torch.zeros_like(bias, dtype=summed) if needs[2] else None
+    def __init__(self, head: OutputHead, needs: Sequence[bool]) -> None:
+        """`needs`: which of the three, in this order, are wanted."""
+        self.head = head
+        summed = torch.promote_types(head.weight.dtype, torch.float32)
+        self.of_hidden = torch.empty_like(head.hidden) if needs[0] else None
+        self.of_weight = torch.zeros_like(head.weight, dtype=summed) if needs[1] else None
+        self.of_bias = torch.zeros_like(head.bias, dtype=summed) if needs[2] else None
 
-    def add(self, rows: slice, leaf: torch.Tensor, logits: torch.Tensor, of_logits: torch.Tensor) -> None:
-        """Add a chunk's: `of_logits` is the gradient of what transform and mask made of raw ones (leaf)."""
-        if logits is not leaf:
-            (of_logits,) = torch.autograd.grad(logits, leaf, of_logits)
-        hidden, weight, _ = self.inputs
+    def add(self, rows: slice, raw: torch.Tensor, logits: torch.Tensor, of_logits: torch.Tensor) -> None:
+        """Add a chunk's: `of_logits` is the gradient of `logits`, which transform and mask made of `raw`."""
+        if logits is not raw:
+            (of_logits,) = torch.autograd.grad(logits, raw, of_logits)
+        hidden, weight, *_ = self.head
         if self.of_hidden is not None:
             torch.mm(of_logits, weight, out=self.of_hidden[rows])
         if self.of_weight is not None and of_logits.dtype == torch.bfloat16:
@@ -354,13 +371,3 @@ class HeadGradients:
     def result(self, dtype: torch.dtype) -> list[torch.Tensor | None]:
         """Return the three in a dtype, None for those that are not needed."""
         return [g if g is None else g.to(dtype) for g in (self.of_hidden, self.of_weight, self.of_bias)]
-
-
-def chunks(hidden: torch.Tensor, weight: torch.Tensor, *, at_once: int = 1) -> Iterator[slice]:
-    """Yield the rows of hidden (N, H) whose logits, by weight (V, H), make a chunk, or one of `at_once` that
-    share its room.
-    """
-    elements = CPU_CHUNK_ELEMENTS if hidden.device.type == "cpu" else GPU_CHUNK_ELEMENTS
-    size = max(1, elements // (at_once * len(weight)))
-    for first in range(0, len(hidden), size):
-        yield slice(first, min(first + size, len(hidden)))

@@ -15,20 +15,27 @@ from common.data.packed_batch import PackedBatch
 from common.models.loading import plain_model, run_with_router
 from common.models.model_flops import ModelFlops
 from common.models.model_inputs import ModelInputs, build_model_inputs
-from common.models.output_head import read_logit_transform, summed_logprobs, token_scores
+from common.models.output_head import LogitOptions, OutputHead, read_logit_transform
 from common.models.router_loss import router_coefficient
 from common.ranks import distributed
 
 
 class ScoringHead(nn.Linear):
-    """The output head: logits as ever, or what a function of output_head.py makes of hidden states.
+    """The output head: logits as ever, or what a function of an OutputHead makes of hidden states.
 
     It is called as a module, once a pass, so ZeRO 3 gathers its weight once however many chunks there are.
     """
 
-    def forward(self, hidden: torch.Tensor, score: Callable[..., Any] | None = None) -> Any:
-        """Return logits (..., V), or `score(hidden, weight, bias)`."""
-        return super().forward(hidden) if score is None else score(hidden, self.weight, self.bias)
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        compute: Callable[[OutputHead], Any] | None = None,
+        options: LogitOptions | None = None,
+    ) -> Any:
+        """Logits (..., V), or what `compute` makes of them, with the options of an OutputHead."""
+        if compute is None:
+            return super().forward(hidden)
+        return compute(OutputHead(hidden, self.weight, self.bias, options))
 
 
 class PolicyModel(nn.Module):
@@ -60,24 +67,19 @@ class PolicyModel(nn.Module):
         inputs: ModelInputs,
         slots: torch.Tensor,
         token_ids: torch.Tensor,
-        *,
-        score: Callable[..., Any] = token_scores,
-        temperature: float | None = None,
-        **kwargs: Any,
+        compute: Callable[[OutputHead, torch.Tensor], Any] = OutputHead.logprobs,
     ) -> Any:
-        """Apply `score`, a function of output_head.py, to `token_ids` (N,); by default log-probabilities and
-        entropies. `kwargs` are its further arguments.
+        """What `compute`, such as a method of OutputHead, makes of the logits of `token_ids` (N,); by default
+        their log-probabilities, and zeros for entropies.
 
         `slots` (N,) int64 are the positions that predict the tokens, `inputs.slots_before`. All tensors are
-        on the CPU. `temperature` replaces the model's own.
+        on the CPU.
         """
         plain = plain_model(self.causal_lm)
-        options = self.options if temperature is None else replace(self.options, temperature=temperature)
         inputs, slots, token_ids = inputs.to(distributed.device(), slots, token_ids)
         self.flops.count(inputs, len(slots))
         hidden = run_with_router(self, plain, inputs)[slots]  # (N, H)
-        score = partial(score, token_ids=token_ids, options=options, **kwargs)
-        return plain.get_output_embeddings()(hidden, score)
+        return plain.get_output_embeddings()(hidden, partial(compute, token_ids=token_ids), self.options)
 
 
 def compute_nll_sum(
@@ -93,7 +95,7 @@ def compute_nll_sum(
         sizes = torch.unique_consecutive(batch.numbers("conversation"), return_counts=True)[1]
     inputs = build_model_inputs(token_ids, batch.lengths["input_ids"], is_packed=is_packed, group_sizes=sizes)
     slots = inputs.slots_before(is_target)
-    return -engine(inputs, slots, token_ids[is_target], score=summed_logprobs, temperature=temperature)
+    return engine(inputs, slots, token_ids[is_target], partial(OutputHead.nll_sum, temperature=temperature))
 
 
 def count_targets(batch: PackedBatch) -> float:

@@ -67,8 +67,8 @@ def sample_tokens(
     all), then `top_p` (1 = all) of what is left: the likeliest tokens up to and with the one that reaches
     it. Tokens as likely as the last one kept are kept too, since an order among them would differ from
     device to device. A probability below 2^-40 of the likeliest counts as 0. `do_sample=False` returns the
-    argmax, as of the whole distribution. Log-probabilities are those of `token_scores` to the bit. A row with
-    a NaN or without a finite logit gets an arbitrary valid token: its log-probability tells.
+    argmax, as of the whole distribution. Log-probabilities are those of `OutputHead.logprobs` to the bit. A
+    row with a NaN or without a finite logit gets an arbitrary valid token: its log-probability tells.
     """
     logits, log_kept = logits[:, :num_valid_tokens], torch.zeros_like(uniforms)
     largest = logits.amax(-1, keepdim=True)

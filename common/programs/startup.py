@@ -195,10 +195,11 @@ def check_offload(args: Any, dtype: str, problems: Problems, sums: str | None = 
     """Add a problem if a model's offload needs another ZeRO stage, or if `sums`, the grad_accum_dtype in
     --ds_config, does.
     """
-    for name in (name for name in vars(args) if name.endswith("zero_stage")):
-        stage, own = getattr(args, name), name.replace("zero_stage", "offload")
-        flag = own if getattr(args, own, "") else "offload"  # --critic_offload
-        offload = getattr(args, flag)
+    for prefix, role in args.roles().items():
+        name = f"{prefix}zero_stage"
+        stage = role.zero_stage
+        flag = f"{prefix}offload" if getattr(args, f"{prefix}offload", "") else "offload"  # --critic_offload
+        offload = role.offload
         if offload == "param" and stage != 3:
             problems.add(f"--{flag} param needs --{name} 3, not {stage}; use --{flag} optimizer or stage 3")
         if offload in ("optimizer", "all") and effective_zero_stage(stage, dtype) == 0:

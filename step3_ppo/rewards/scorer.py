@@ -36,6 +36,14 @@ class Scorer:
     costs: dict[str, float] = field(default_factory=dict, init=False)  # of all ranks' judges, not logged yet
     _pending: "PendingScores | None" = field(default=None, init=False)  # the last that were started
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+        return {"costs": self.costs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved state."""
+        self.costs = state["costs"]
+
     @property
     def judges(self) -> dict[str, JudgeReward]:
         """The rewards that can also compare two responses, by name."""

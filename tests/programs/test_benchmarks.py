@@ -12,7 +12,7 @@ from benchmarks.bench_flops import Work, build_counter, forward_flops
 from benchmarks.evidence.faults import FAULTS
 from benchmarks.evidence.runs import summarise
 from benchmarks.workload import small_llama_config
-from common.models.output_head import LogitOptions, token_scores
+from common.models.output_head import LogitOptions, OutputHead
 
 KEYS = {"name", "device", "threads", "ours", "peer", "ratio", "runs"}  # benchmarks/README.md says so
 EVIDENCE = ROOT / "benchmarks/bench_evidence.py"
@@ -102,7 +102,7 @@ def test_products_of_attention_and_of_the_output_head_are_seen():
     hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(10, 4, requires_grad=True)
     with build_counter() as counter:
         torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
-        token_ids = torch.arange(3)
-        token_scores(hidden, weight, None, token_ids=token_ids, options=LogitOptions())[0].sum().backward()
+        head = OutputHead(hidden, weight, None, LogitOptions())
+        head.logprobs(torch.arange(3))[0].sum().backward()
     product, logits = 2 * 2 * 6 * 6 * 4, 2 * 3 * 10 * 4
     assert counter.get_total_flops() == (2 + 5) * product + (1 + 2) * logits

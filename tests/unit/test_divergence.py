@@ -1,7 +1,6 @@
 """common/models/divergence.py: the chunked divergences against a plain float64 loop over whole softmaxes."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -12,12 +11,11 @@ from common.models import output_head
 from common.models.divergence import (
     FORWARD_KL,
     REVERSE_KL,
-    TeacherLogits,
     divergence,
     scores_and_divergence,
     summed_divergence,
 )
-from common.models.output_head import LogitOptions, token_scores
+from common.models.output_head import LogitOptions, OutputHead
 
 N, H, TEACHER_H, V, TEACHER_V, VALID = 11, 6, 9, 40, 44, 33
 BETAS = (FORWARD_KL, 0.3, 0.5, 0.9, REVERSE_KL)
@@ -35,7 +33,7 @@ def make(dtype=torch.float64, teacher_rows=V, **options):
     shapes = [(N, H), (V, H), (V,), (N, TEACHER_H), (teacher_rows, TEACHER_H), (teacher_rows,)]
     tensors = [torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes]
     of_teacher = {k: v for k, v in options.items() if k in ("temperature", "num_valid_tokens")}
-    teacher = TeacherLogits(*tensors[3:], LogitOptions(**of_teacher))
+    teacher = OutputHead(*tensors[3:], LogitOptions(**of_teacher))
     weights = torch.linspace(0, 0.2, N, dtype=torch.float64)
     return [x.requires_grad_() for x in tensors[:3]], LogitOptions(**options), teacher, weights
 
@@ -64,7 +62,7 @@ def plain(inputs, options, teacher, weights, beta):
 
 
 def fast(inputs, options, teacher, weights, beta):
-    return summed_divergence(*inputs, options, teacher=teacher, beta=beta, token_weights=weights)
+    return summed_divergence(OutputHead(*inputs, options), teacher, beta, weights)
 
 
 def swapped(inputs, options, teacher, weights, beta):
@@ -72,8 +70,8 @@ def swapped(inputs, options, teacher, weights, beta):
     mirrored = REVERSE_KL if beta == FORWARD_KL else FORWARD_KL if beta == REVERSE_KL else beta
     if mirrored != beta:
         return fast(inputs, options, teacher, weights, mirrored)
-    other = TeacherLogits(*(x.detach() for x in inputs), options)
-    return summed_divergence(*teacher[:3], teacher.options, teacher=other, beta=beta, token_weights=weights)
+    other = OutputHead(*(x.detach() for x in inputs), options)
+    return summed_divergence(teacher, other, beta, weights)
 
 
 @forms(
@@ -171,16 +169,15 @@ def test_a_chunk_of_fewer_tokens_changes_nothing(beta, monkeypatch):
 @pytest.mark.parametrize("beta", BETAS)
 def test_no_tensor_is_larger_than_a_chunk_and_nothing_of_its_size_waits(beta, monkeypatch):
     monkeypatch.setattr(output_head, "CPU_CHUNK_ELEMENTS", module.TENSORS_OF_A_CHUNK * 5 * 300)
-    hidden, weight = torch.randn(64, 4).requires_grad_(), torch.randn(300, 4).requires_grad_()
-    teacher, saved = TeacherLogits(torch.randn(64, 3), torch.randn(300, 3), None, LogitOptions()), []
+    hidden, weight = torch.randn(64, 4).requires_grad_(), torch.randn(200, 4).requires_grad_()
+    options, saved = LogitOptions(num_valid_tokens=200), []
+    teacher = OutputHead(torch.randn(64, 3), torch.randn(300, 3), None, options)  # with more padding
     with (
         LargestTensor() as largest,
         torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x),
     ):
-        ones = torch.ones(64)
-        total, _ = summed_divergence(
-            hidden, weight, None, LogitOptions(), teacher=teacher, beta=beta, token_weights=ones
-        )
+        student = OutputHead(hidden, weight, None, options)
+        total, _ = summed_divergence(student, teacher, beta, torch.ones(64))
         total.backward()
     assert largest.num_elements == 5 * 300 and not saved
 
@@ -196,12 +193,12 @@ def test_the_reward_of_the_sampled_token_has_the_gradient_of_the_reverse_kl_on_a
     """Its advantage is log p - log q, each token counted as often as the student draws it."""
     inputs, options, teacher, weights = make()
     expected = torch.autograd.grad(fast(inputs, options, teacher, weights, REVERSE_KL)[0], inputs[1])[0]
-    score = partial(token_scores, *inputs)
+    student = OutputHead(*inputs, options)
     total = 0.0
     for token in range(V):
         ids = torch.full((N,), token)
-        logprobs = score(ids, options)[0].double()
-        of_teacher = token_scores(*teacher[:3], ids, teacher.options)[0].double()
+        logprobs = student.logprobs(ids)[0].double()
+        of_teacher = teacher.logprobs(ids)[0].double()
         advantages = (of_teacher - logprobs).detach()
         total = total - (logprobs.detach().exp() * advantages * logprobs * weights).sum()
     close(torch.autograd.grad(total, inputs[1])[0], expected, 1e-5)
@@ -210,11 +207,10 @@ def test_the_reward_of_the_sampled_token_has_the_gradient_of_the_reverse_kl_on_a
 def test_scores_beside_the_divergence_are_those_of_the_head_alone():
     inputs, options, teacher, weights = make(temperature=0.7)
     ids = torch.arange(N)
-    both = scores_and_divergence(
-        *inputs, ids, options, teacher=teacher, beta=0.4, token_weights=weights, with_entropy=True
-    )
+    student = OutputHead(*inputs, options)
+    both = scores_and_divergence(student, ids, teacher=teacher, beta=0.4, token_weights=weights)
     alone = (
-        token_scores(*inputs, ids, options, with_entropy=True),
+        student.logprobs(ids, with_entropy=True),
         fast(inputs, options, teacher, weights, 0.4),
     )
     for found, expected in zip(both, [x for part in alone for x in part], strict=True):
@@ -238,7 +234,7 @@ def test_16_bit_models_have_fp32_divergences(dtype):
     total, of_tokens = fast(inputs, *rest, 0.5)
     assert total.dtype == of_tokens.dtype == torch.float32
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    teacher = TeacherLogits(*(x.double() for x in rest[1][:3]), rest[1].options)
+    teacher = OutputHead(*(x.double() for x in rest[1][:3]), rest[1].options)
     expected = plain(exact, rest[0], teacher, rest[2], 0.5)[0]
     close(total.detach(), expected.detach(), 0.02 * float(expected.detach()))
     slow = torch.autograd.grad(expected, exact)

@@ -177,7 +177,7 @@ def test_a_plan_has_the_packed_bases_and_unpacked_weights_to_generate():
     flags = ("--dtype", "bf16", "--actor_lora_dim", "8", "--enable_hybrid_engine")
     plain, packed = (ppo(OPT_1B, OPT_350M, *flags, *more) for more in ((), ("--load_in_4bit",)))
     matrices = 24 * 12 * 2048**2
-    assert [role.num_packed for role in packed.roles if not role.is_adapter_off] == [matrices, 0, 0]
+    assert [role.num_packed for role in packed.roles if not role.spec.uses_actor] == [matrices, 0, 0]
     held, before = (MemoryPlan(run).of_phase("generate").gpu for run in (packed, plain))
     saved = before["actor", "weights"] - held["actor", "weights"]
     assert saved == pytest.approx(matrices * (2 - BYTES_PER_WEIGHT))

@@ -8,8 +8,9 @@ from tiny_configs import tiny_config
 from common.engine.ds_config import load_overrides
 from common.flags.args import Problems, parse_args
 from common.ranks import distributed
-from step3_ppo import checks, roles
+from step3_ppo import checks
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.build_roles import build_role_specs, build_roles
 from step3_ppo.rewards.reward_specs import RewardSpec
 from tools.memory_plan import MemoryPlan
 
@@ -102,15 +103,14 @@ def test_a_section_of_ds_config_is_refused_with_the_flags_in_its_place(tmp_path)
         ("--critic_offload", [False, True]),
     ],
 )
-def test_actor_and_critic_are_offloaded_one_by_one(words, expected, monkeypatch):
+def test_actor_and_critic_are_offloaded_one_by_one(words, expected):
     args = parse(f"{words} --actor_zero_stage 2 --critic_zero_stage 2")
-    monkeypatch.setattr(roles, "build_engine", lambda model, ds_config, *_, **__: ds_config)
-    configs = [
-        roles._build_engine(lambda *_, **__: None, args, role, 9, 1) for role in (args.actor, args.critic)
-    ]
+    args.actor_model_name_or_path = args.critic_model_name_or_path = "model"
+    specs = [spec for spec in build_role_specs(args, [], has_critic=True) if spec.is_trained]
+    configs = [spec.ds_config(args, 1) for spec in specs]
     assert ["offload_optimizer" in config["zero_optimization"] for config in configs] == expected
     run = ppo(OPT_1B, OPT_350M, *words.split(), "--actor_zero_stage", "2", "--critic_zero_stage", "2")
-    assert [bool(role.zero.offload_optimizer) for role in run.roles if role.is_trained] == expected
+    assert [bool(role.zero.offload_optimizer) for role in run.roles if role.spec.is_trained] == expected
 
 
 @pytest.mark.usefixtures("process_group")
@@ -128,7 +128,7 @@ def test_the_critics_states_wait_on_the_cpu_while_the_actor_generates(
     folder = tiny_model_folder("llama")
     args = parse(f"{words} --actor_model_name_or_path {folder} --critic_model_name_or_path {folder}")
     reward = [RewardSpec("model", folder, 1.0, "reward")]
-    built = roles.build_roles(args, tiny_tokenizer, reward, 8, has_critic=True)
+    built = build_roles(args, tiny_tokenizer, reward, 8, has_critic=True)
     optimizer = built.critic.model.optimizer
     states = (
         getattr(optimizer, "single_partition_of_fp32_groups", None) or optimizer.param_groups[0]["params"]

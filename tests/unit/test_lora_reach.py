@@ -12,6 +12,7 @@ from transformers import AddedToken, AutoModelForCausalLM
 
 from common.data.tokenizer import load_tokenizer, num_token_ids
 from common.flags.args import Problems
+from common.generation.resharding import TPLayout
 from common.models.loading import ModelOptions, load_causal_lm, plain_model
 from common.models.lora import LoraOptions, adapted_model_targets, add_lora, stacked_names, trained_weights
 from common.models.model_flops import ModelFlops
@@ -228,12 +229,12 @@ def test_factors_of_experts_count_where_their_experts_do(save_model):
 def test_a_plan_counts_factors_of_experts_and_the_sums_that_a_pass_makes(save_model):
     folder = str(save_model("mixtral"))
     plain = AutoModelForCausalLM.from_pretrained(folder)
-    model = PlannedModel(plain, LoraOptions(dim=2, module_name="experts"), folder)
+    model = PlannedModel(plain, LoraOptions(dim=2, module_name="experts"))
     assert model.num_trained == 2 * 4 * 2 * ((32 + 128) + (64 + 32))
     assert model.num_params == plain.num_parameters() + model.num_trained
     assert model.num_in_stacks == 2 * 4 * (128 * 32 + 32 * 64)
-    assert PlannedModel(plain, LoraOptions(dim=2), folder).num_in_stacks == 0
-    assert plan_switch(model, 1, 1, False, 1).new == model.num_in_stacks
+    assert PlannedModel(plain, LoraOptions(dim=2)).num_in_stacks == 0
+    assert plan_switch(model, TPLayout(1, 1), 1, is_sharded=False).new == model.num_in_stacks
 
 
 def test_new_tokens_are_refused_under_adapters_and_the_cure_trains_their_rows(

@@ -15,11 +15,11 @@ from common.generation.decode import DecodeState, SamplingOptions
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.lora import LoraOptions, add_lora
 from common.models.model_inputs import build_model_inputs
-from common.models.output_head import LogitOptions, summed_logprobs, token_scores
+from common.models.output_head import LogitOptions, OutputHead
 from common.models.policy_model import PolicyModel
 from step1_sft.arguments import SFTArguments
+from step3_ppo.build_roles import build_roles
 from step3_ppo.rewards.reward_specs import RewardSpec
-from step3_ppo.roles import build_roles
 from step3_ppo.trainer_state import ExponentialMovingAverage
 from tools.memory_plan import LiveBytes, MemoryPlan, head_bytes, trace_activations
 
@@ -242,7 +242,8 @@ def test_the_head_holds_what_is_planned(tmp_path, monkeypatch):
     hidden, weight = (torch.nn.Parameter(torch.randn(n, 64, dtype=torch.bfloat16)) for n in (1000, 3000))
     ids = torch.zeros(1000, dtype=torch.int64)
     with LiveBytes(torch.nn.ParameterList([hidden, weight])) as live:
-        logprobs, entropies = token_scores(hidden, weight, None, ids, LogitOptions(), with_entropy=True)
+        head = OutputHead(hidden, weight, None, LogitOptions())
+        logprobs, entropies = head.logprobs(ids, with_entropy=True)
         (logprobs + entropies).sum().backward()
     run = ppo(str(tmp_path), "", "--reward", "http://a/b", "--gpu", "cpu", "--dtype", "bf16")
     planned = head_bytes(run, run.actor, 2 * 1000, is_training=True)  # half of the tokens are responses
@@ -282,7 +283,7 @@ def measure_engine(
             live.peak = live.now
             for is_last in (False, True):
                 engine.set_gradient_accumulation_boundary(is_last)
-                engine.backward(-engine(inputs, slots, ids[slots], score=summed_logprobs))
+                engine.backward(engine(inputs, slots, ids[slots], OutputHead.nll_sum))
             peaks["backward"] = live.peak
             live.peak = live.now
             engine.step()
@@ -368,7 +369,7 @@ def test_the_roles_of_ppo_hold_what_is_planned(more, tiny_model_folder, tiny_tok
     idle = MemoryPlan(run).moments[0]
     assert (("actor", "EMA") in idle.gpu) == bool(average)
     later = 8 * sum(
-        role.model.num_trained for role in run.roles if role.is_trained
+        role.model.num_trained for role in run.roles if role.spec.is_trained
     )  # Adam's, by its first step
     assert held + later == pytest.approx(idle.total - idle.gpu["device", "reserved"], rel=0.02)
 

@@ -1,6 +1,7 @@
 """common/models/output_head.py: the chunked head against plain float64 logits, values and gradients."""
 
 import math
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -9,15 +10,11 @@ from plain_logits import plain_logprobs
 from right_or_wrong import LargestTensor, close
 
 from common.models import output_head
-from common.models.output_head import (
-    LogitOptions,
-    SamplingMask,
-    summed_logprobs,
-    token_scores,
-)
+from common.models.output_head import LogitOptions, OutputHead, SamplingMask
 from common.models.sampling import sample_tokens
 
 N, H, V = 23, 8, 40
+PLAIN = LogitOptions()
 CASES = {
     "plain": {},
     "temperature": {"temperature": 0.7},
@@ -32,6 +29,11 @@ def make(dtype=torch.float64, seed=0):
     weight = torch.randn(V, H, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
     bias = torch.randn(V, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
     return hidden, weight, bias, torch.randint(0, 33, (N,), generator=g)
+
+
+def head_of(inputs, options=PLAIN):
+    """The head of hidden, weight and bias, which come first."""
+    return OutputHead(*inputs[:3], options)
 
 
 def plain(hidden, weight, bias, ids, options, is_kept=None):
@@ -55,7 +57,7 @@ def chunk(request, monkeypatch):
 def compare(options, upstream, atol, is_kept=None, mask=None):
     inputs = make()
     expected = plain(*inputs, options, is_kept)
-    found = token_scores(*inputs, options, with_entropy=True, mask=mask)
+    found = head_of(inputs, options).logprobs(inputs[3], with_entropy=True, mask=mask)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a.double(), b, atol=1e-6, rtol=1e-6)
     slow = torch.autograd.grad(expected, inputs[:3], [u.double() for u in upstream])
@@ -73,19 +75,21 @@ def test_values_and_gradients_equal_plain_float64_logits(case, chunk):
 @pytest.mark.parametrize("case", CASES)
 def test_the_sum_has_the_gradient_of_its_parts(case, chunk):
     inputs, options = make(), LogitOptions(**CASES[case])
-    total = summed_logprobs(*inputs, options)
-    expected = plain(*inputs, options)[0].sum()
+    total = head_of(inputs, options).nll_sum(inputs[3])
+    expected = -plain(*inputs, options)[0].sum()
     torch.testing.assert_close(total.double(), expected, atol=1e-4, rtol=1e-6)
+    at_one = head_of(inputs, options).nll_sum(inputs[3], temperature=1.0)
+    close(at_one.double(), -plain(*inputs, replace(options, temperature=1.0))[0].sum(), 1e-4)
     slow = torch.autograd.grad(expected * -0.3, inputs[:3])
     for a, b in zip(torch.autograd.grad(total * -0.3, inputs[:3]), slow, strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
 
 
 def test_chunks_and_neighbours_change_no_bit_and_the_sampler_computes_the_same():
-    hidden, weight, bias, _ = make(torch.float32)
-    logits, uniforms = torch.nn.functional.linear(hidden, weight, bias), torch.linspace(0, 0.99, N)
+    head = head_of(make(torch.float32), LogitOptions(temperature=0.9))
+    logits, uniforms = head.raw_logits(slice(None)), torch.linspace(0, 0.99, N)
     ids, logprobs, _ = sample_tokens(logits, uniforms, temperature=0.9)
-    whole, _ = token_scores(hidden, weight, bias, ids, LogitOptions(temperature=0.9))
+    whole, _ = head.logprobs(ids)
     assert torch.equal(logprobs, whole)
     for rows in (slice(2, 3), slice(4, 11)):
         sample = sample_tokens(logits[rows], uniforms[rows], temperature=0.9)
@@ -119,9 +123,10 @@ def test_vocabulary_padding_is_out_of_the_softmax_and_gets_no_gradient(padding):
     bias = torch.zeros(60)
     bias[50:] = padding
     ids = torch.randint(0, 50, (8,), generator=g)
-    short = token_scores(hidden[:, :50], torch.eye(50), None, ids, LogitOptions(), with_entropy=True)
+    short = head_of((hidden[:, :50], torch.eye(50), None)).logprobs(ids, with_entropy=True)
     leaf = bias.requires_grad_()
-    found = token_scores(hidden, weight, leaf, ids, LogitOptions(num_valid_tokens=50), with_entropy=True)
+    head = head_of((hidden, weight, leaf), LogitOptions(num_valid_tokens=50))
+    found = head.logprobs(ids, with_entropy=True)
     (found[0] + found[1]).sum().backward()
     assert torch.equal(found[0], short[0]) and torch.equal(found[1], short[1])
     assert leaf.grad[50:].eq(0).all() and leaf.grad.isfinite().all()
@@ -141,7 +146,7 @@ def test_no_more_logits_than_a_chunks_are_held_or_saved_but_for_those_that_may_w
         LargestTensor() as largest,
         torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x),
     ):
-        logprobs, entropies = token_scores(hidden, weight, None, ids, LogitOptions(), with_entropy=True)
+        logprobs, entropies = head_of((hidden, weight, None)).logprobs(ids, with_entropy=True)
         (logprobs + entropies).sum().backward()
     assert largest.num_elements == 5 * 300 and max(x.numel() for x in saved) == weight.numel()
     assert linear.call_count == num_products
@@ -158,7 +163,7 @@ def test_bf16_gradients_of_the_weight_are_summed_in_fp32(monkeypatch):
     monkeypatch.setattr(output_head, "CPU_CHUNK_ELEMENTS", V)
     inputs = make(torch.bfloat16)
     exact = torch.autograd.grad(plain(*inputs, LogitOptions())[0].sum(), inputs[1])[0]
-    found = token_scores(*inputs, LogitOptions())[0].sum()
+    found = head_of(inputs).logprobs(inputs[3])[0].sum()
     error = (torch.autograd.grad(found, inputs[1])[0].double() - exact.double()).abs().max()
     assert error < 0.06  # one rounding of logits and one of the sum; rounding each of 23 sums reads above 0.1
 
@@ -171,9 +176,9 @@ def test_fp16_sums_of_many_tokens_are_scaled_down_before_they_are_fp16(monkeypat
     hidden, weight = torch.randn(num_tokens, 4, generator=g), torch.randn(8, 4, generator=g)
     hidden[:, 0], weight[:, 0] = 60.0, 0.01
     inputs = [x.half().requires_grad_() for x in (hidden, weight, torch.zeros(8))]
-    ids, options, scale = torch.zeros(num_tokens, dtype=torch.int64), LogitOptions(), 1024 / num_tokens
-    exact = torch.autograd.grad(plain(*inputs, ids, options)[0].sum() * scale, inputs)
-    for total in (summed_logprobs(*inputs, ids, options), token_scores(*inputs, ids, options)[0].sum()):
+    ids, head, scale = torch.zeros(num_tokens, dtype=torch.int64), head_of(inputs), 1024 / num_tokens
+    exact = torch.autograd.grad(plain(*inputs, ids, head.options)[0].sum() * scale, inputs)
+    for total in (-head.nll_sum(ids), head.logprobs(ids)[0].sum()):
         for found, right in zip(torch.autograd.grad(total * scale, inputs), exact, strict=True):
             assert found.dtype == torch.float16
             torch.testing.assert_close(found, right, atol=0.002 * float(right.abs().max()), rtol=0)
@@ -181,6 +186,7 @@ def test_fp16_sums_of_many_tokens_are_scaled_down_before_they_are_fp16(monkeypat
 
 def test_no_tokens_give_no_scores_and_zero_gradients():
     hidden, weight, bias, ids = make()
-    logprobs, entropies = token_scores(hidden[:0], weight, bias, ids[:0], LogitOptions(), with_entropy=True)
+    head = head_of((hidden[:0], weight, bias))
+    logprobs, entropies = head.logprobs(ids[:0], with_entropy=True)
     assert logprobs.shape == entropies.shape == (0,)
     assert not torch.autograd.grad(logprobs.sum(), weight)[0].any()

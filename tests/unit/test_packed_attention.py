@@ -1,5 +1,7 @@
 """Sequences end to end, with what they begin alike once: the same numbers as padded rows of their own."""
 
+from functools import partial
+
 import pytest
 import torch
 from plain_logits import compute_logits
@@ -9,6 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig
 from common.models.attention import VARLEN_ATTENTION, choose_attention, narrow_last_layer, takes_packed
 from common.models.loading import set_dropout
 from common.models.model_inputs import build_model_inputs, common_lengths
+from common.models.output_head import OutputHead
 from common.models.policy_model import PolicyModel
 
 # Attention of their own, caps of scores within it, layers with a state.
@@ -57,7 +60,8 @@ def make_packed(model):
 def scores_and_gradients(model, is_scored, **layout):
     policy, ids = PolicyModel(model, num_valid_tokens=64), build_ids()
     inputs = build_model_inputs(ids, LENGTHS, **layout)
-    logprobs, entropies = policy(inputs, inputs.slots_before(is_scored), ids[is_scored], with_entropy=True)
+    compute = partial(OutputHead.logprobs, with_entropy=True)
+    logprobs, entropies = policy(inputs, inputs.slots_before(is_scored), ids[is_scored], compute)
     model.zero_grad()
     (logprobs.sum() + 0.1 * entropies.sum()).backward()
     return logprobs.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

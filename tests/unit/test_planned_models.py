@@ -7,6 +7,7 @@ from planned_runs import LLAMA_7B, NUM_7B, OPT_350M, ppo, single
 from tiny_configs import tiny_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from common.generation.resharding import TPLayout
 from common.models.lora import LoraOptions
 from common.models.model_inputs import build_model_inputs
 from tools.memory_plan import LiveBytes, trace_activations
@@ -55,16 +56,18 @@ def test_switches_by_hand():
     by_rows = 2 * (3 * 32 * 32 + 2 * 32 * 64) + 2 * 320 * 32
     layers_by_columns, norms = 32 * 32 + 32 * 64, 5 * 32
     by_columns = 2 * layers_by_columns
-    new, near, far, staged, new_at_once = plan_switch(planned(LLAMA), 4, 2, True, 1)
+    layout = TPLayout(4, 2)
+    new, near, far, staged, new_at_once = plan_switch(planned(LLAMA), layout, 1, is_sharded=True)
     assert new == (by_rows + by_columns) / 2 + norms
     assert near == by_rows * (4 - 2) / (4 * 2)
     assert far == by_columns * (4 - 1) / (4 * 2) + norms * (4 - 1) / 4
     assert staged == 2 * layers_by_columns * (4 - 1) / (4 * 2)  # sent and received, a layer at a time
     assert new_at_once == (4 * 32 * 32 + 3 * 32 * 64) / 2 + 2 * 32  # a layer's
-    assert plan_switch(planned(LLAMA), 4, 2, True, 2).staged == 2 * staged
+    assert plan_switch(planned(LLAMA), layout, 2, is_sharded=True).staged == 2 * staged
     # Without shards nothing is sent: rows, and what is not cut, are no copies. Merged adapters are.
-    assert plan_switch(planned(LLAMA), 4, 2, False, 8) == (by_columns / 2, 0, 0, 0, by_columns / 2)
-    merged = plan_switch(planned(LLAMA, LoraOptions(dim=4)), 1, 1, False, 8)
+    whole = plan_switch(planned(LLAMA), layout, 8, is_sharded=False)
+    assert whole == (by_columns / 2, 0, 0, 0, by_columns / 2)
+    merged = plan_switch(planned(LLAMA, LoraOptions(dim=4)), TPLayout(1, 1), 8, is_sharded=False)
     assert merged == (adapted := 2 * (4 * 32 * 32 + 3 * 32 * 64), 0, 0, 0, adapted)
 
 

@@ -1,5 +1,7 @@
 """common/models/policy_model.py: scores of tokens against the logits of transformers' own forward pass."""
 
+from functools import partial
+
 import pytest
 import torch
 from plain_logits import compute_logits
@@ -8,7 +10,7 @@ from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig, Llam
 
 from common.models.lora import LoraOptions, add_lora
 from common.models.model_inputs import build_model_inputs
-from common.models.output_head import summed_logprobs
+from common.models.output_head import OutputHead
 from common.models.policy_model import PolicyModel
 
 LENGTHS = (5, 1, 9, 3)
@@ -55,8 +57,10 @@ def test_scores_equal_the_models_own_logits(family):
     inputs = build_model_inputs(torch.cat(rows), torch.tensor(LENGTHS), is_packed=False)
     slots, token_ids = scored_slots(rows, inputs)
     with torch.no_grad():
-        logprobs, entropies = policy(inputs, slots, token_ids, with_entropy=True)
-        total = policy(inputs, slots, token_ids, score=summed_logprobs)
+        logprobs, entropies = policy(
+            inputs, slots, token_ids, partial(OutputHead.logprobs, with_entropy=True)
+        )
+        total = -policy(inputs, slots, token_ids, OutputHead.nll_sum)
     torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(total.double(), expected.sum(), atol=1e-4, rtol=1e-5)
     assert (entropies > 0).all()

@@ -31,10 +31,11 @@ from common.ranks.failures import StepRefused
 from step1_sft.arguments import SFTArguments
 from step3_ppo.algorithms import ALGORITHMS, add_ppo_advantages, fill_defaults
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.build_roles import build_roles
 from step3_ppo.rewards.reward_specs import RewardSpec, parse_rewards
 from step3_ppo.rewards.scorer import Scorer
 from step3_ppo.rewards.text_rewards import parse_on_error
-from step3_ppo.roles import Actor, LoraReference, MovingReference, Reference, Roles, build_roles
+from step3_ppo.roles import Actor, LoraReference, MovingReference, Reference, Roles
 from step3_ppo.rollout import Rollout, add_sampling_mask
 
 DIRECTIONS = ("copy to the device", "copy to the host")

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.model_inputs import build_model_inputs
-from common.models.output_head import summed_logprobs
+from common.models.output_head import OutputHead
 from common.models.policy_model import PolicyModel
 from common.models.router_loss import add_router_loss, router_coefficient
 from common.models.value_model import load_value_model
@@ -33,7 +33,7 @@ def run_pass(policy: PolicyModel, rows: list[torch.Tensor], is_packed: bool, **m
     lengths = torch.tensor([len(row) for row in rows])
     inputs = build_model_inputs(torch.cat(rows), lengths, is_packed=is_packed, **more)
     slots, token_ids = scored_slots(rows, inputs)
-    return -policy(inputs, slots, token_ids, score=summed_logprobs)
+    return policy(inputs, slots, token_ids, OutputHead.nll_sum)
 
 
 def expected_loss(policy: PolicyModel, rows: list[torch.Tensor], num_skipped: int = 0) -> float:

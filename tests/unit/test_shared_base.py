@@ -22,11 +22,10 @@ from common.models.saved_adapters import base_of
 from common.models.value_model import has_saved_head, load_value_model
 from common.programs.training_loop import saved_model
 from common.runs.export import save_adapter
-from step3_ppo import roles
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.build_roles import RoleLoader, build_role_specs, build_roles, describe_bases, fill_ranks
 from step3_ppo.rewards.reward_specs import parse_rewards
-from step3_ppo.roles import Roles, build_roles
-from step3_ppo.shared_base import describe_places, fill_ranks, find_places, model_paths
+from step3_ppo.roles import Roles
 
 RANK = 3
 ROLES = ("actor", "critic", "reward")
@@ -127,7 +126,7 @@ def train_some(roles: Roles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, 
 @pytest.mark.usefixtures("process_group")
 def test_each_of_several_reward_models_has_its_own_weights_and_closing(adapters, tiny_tokenizer, monkeypatch):
     closings = {str(adapters / "reward"): [5], str(adapters / "critic"): [6, 7]}
-    monkeypatch.setattr("step3_ppo.roles.closing_of", lambda path, template: closings[path])
+    monkeypatch.setattr("step3_ppo.build_roles.closing_of", lambda path, template: closings[path])
     batch = make_rollout_batch([0, 1], [3, 2], [4, 2])
 
     def score(*names):
@@ -144,9 +143,9 @@ def test_each_of_several_reward_models_has_its_own_weights_and_closing(adapters,
 
 @pytest.mark.usefixtures("process_group")
 def test_the_actors_schedule_has_its_steps_on_text_too(adapters, tiny_tokenizer, monkeypatch):
-    lasting, build_engine = [], roles._build_engine
+    lasting, load_engine = [], RoleLoader.load_engine
     monkeypatch.setattr(
-        roles, "_build_engine", lambda *given: lasting.append(given[-1]) or build_engine(*given)
+        RoleLoader, "load_engine", lambda *given: lasting.append(given[-1]) or load_engine(*given)
     )
     for more in ({}, {"unsup_step": "joint"}, {"unsup_step": "own"}):
         text = {"unsupervised_dataset_name": "x"} if more else {}
@@ -251,11 +250,14 @@ def test_an_adapter_that_a_role_cannot_have_is_named(change, words, adapters, tm
 
 
 def groups(args: PPOArguments, *, has_critic: bool = True) -> tuple[list[list[str]], list[str], list[str]]:
-    """Return the roles by place, the lines, and the problems."""
-    paths, problems = model_paths(args, parse_rewards(args.reward), has_critic=has_critic), Problems()
-    lines, places = describe_places(args, paths, problems), find_places(args, paths)
-    by_place = [[r for r in places if places[r] == place] for place in dict.fromkeys(places.values())]
-    return by_place, lines, problems.messages
+    """Return the labels of roles with a base, those that share one together; the lines, and the problems."""
+    specs = build_role_specs(args, parse_rewards(args.reward), has_critic=has_critic)
+    problems = Problems()
+    lines = describe_bases(args, specs, problems)
+    by_base = {}
+    for spec in (spec for spec in specs if spec.base):
+        by_base.setdefault(spec.base, []).append(spec.label)
+    return list(by_base.values()), lines, problems.messages
 
 
 @pytest.mark.parametrize(
@@ -310,3 +312,16 @@ def test_the_rank_is_the_adapters(adapters):
     args.critic_lora_dim, problems = 8, Problems()
     fill_ranks(args, problems)
     assert len(problems.messages) == 1 and "--critic_lora_dim 8" in problems.messages[0]
+
+
+def test_a_frozen_role_has_the_flags_of_its_model_and_nothing_that_only_training_needs():
+    args = flags_of(
+        {"actor": "a", "critic": "c", "reward": "r"}, critic_lora_dim=2, critic_gradient_checkpointing=True,
+        critic_zero_stage=3, offload="all", teacher_model_name_or_path="t",
+    )  # fmt: skip
+    specs = build_role_specs(args, parse_rewards(args.reward), has_critic=True)
+    assert [spec.path for spec in specs] == ["a", "t", "c", "r"]
+    assert [spec.is_trained for spec in specs] == [True, False, True, False]
+    flags = [(s.flags.lora_dim, s.flags.gradient_checkpointing, s.flags.offload) for s in specs[2:]]
+    assert flags == [(2, True, "all"), (0, False, "none")]
+    assert all(spec.is_sharded for spec in specs[2:]) and not specs[1].uses_actor

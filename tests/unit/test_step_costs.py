@@ -14,7 +14,7 @@ from common.models import model_flops
 from common.models.attention import VARLEN_ATTENTION, install, narrow_last_layer
 from common.models.lora import LoraOptions, add_lora
 from common.models.model_inputs import build_model_inputs
-from common.models.output_head import summed_logprobs
+from common.models.output_head import OutputHead
 from common.models.policy_model import PolicyModel
 from common.models.value_model import ScoreHead, ValueModel
 from common.ranks import step_costs, watchdog
@@ -143,7 +143,7 @@ def test_flops_of_a_pass_are_those_that_torch_counts(kind, family, lora_dim, is_
         if kind == "value":
             found = model(inputs, slots).sum()
         else:
-            found = model(inputs, slots, inputs.input_ids.flatten()[slots], score=summed_logprobs)
+            found = model(inputs, slots, inputs.input_ids.flatten()[slots], OutputHead.nll_sum)
         if is_training:
             found.backward()
     assert costs.tokens == {"pass": 48}
@@ -166,9 +166,7 @@ def test_flops_of_shared_prompts_and_of_a_last_layer_that_is_hardly_read_are_tho
         sdpa_kernel(SDPBackend.MATH),  # its products are plain ones, which torch's counter sees
         FlopCounterMode(display=False) as counter,
     ):
-        found = (
-            model(inputs, slots) if kind == "value" else model(inputs, slots, ids[:2], score=summed_logprobs)
-        )
+        found = model(inputs, slots) if kind == "value" else model(inputs, slots, ids[:2], OutputHead.nll_sum)
         found.sum().backward()
     assert costs.tokens == {"pass": 54} and inputs.num_tokens == 34
     assert costs.flops == pytest.approx(counter.get_total_flops(), rel=0.02)

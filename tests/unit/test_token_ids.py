@@ -15,7 +15,7 @@ from common.programs.training_loop import load_causal_lm
 from common.runs.export import save_export
 from serving.answering import Answerer, Sampling
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.roles import sampling_options
+from step3_ppo.build_roles import sampling_options
 
 EOS_ID = 400
 

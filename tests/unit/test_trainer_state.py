@@ -23,6 +23,9 @@ from step1_sft.arguments import SFTArguments
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.evaluation import Evaluation
 from step3_ppo.ppo_math import KLController
+from step3_ppo.rewards.judge_reward import JudgeReward
+from step3_ppo.rewards.scorer import Scorer
+from step3_ppo.rollout import Rollout
 from step3_ppo.trainer_state import ExponentialMovingAverage, OpenStep, TrainerState, ValueNormaliser
 
 
@@ -231,10 +234,10 @@ def test_an_engine_computes_and_exports_with_the_average_and_trains_on_without_i
 def make_trainer(rows=5):
     """The parts of a trainer that a checkpoint keeps, as they begin."""
     evaluation = Evaluation(PPOArguments(), None, None, [{"prompt_ids": [1, i]} for i in range(rows)], 1)
+    roles = SimpleNamespace(actor=SimpleNamespace(is_packed=False, shares_prompts=False))
+    scores = Scorer([], {"judge": object.__new__(JudgeReward)})
     return SimpleNamespace(
-        rollout=SimpleNamespace(
-            refilled_fraction=0.0, recomputes=True, scores=SimpleNamespace(judges={"judge": None}, costs={})
-        ),
+        rollout=Rollout(PPOArguments(), roles, scores),
         prompts=GlobalBatches(range(99), list, rows_per_micro_batch=1),
         losses=SimpleNamespace(pretraining=None),
         kl_controller=KLController(0.1, 6.0),
