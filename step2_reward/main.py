@@ -20,6 +20,7 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from common.data.global_batches import Groups
 from common.data.packed_batch import collate_pairs
 from common.data.tokenizer import num_token_ids
 from common.flags.args import Problems
@@ -57,32 +58,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     kind = {"dpo": DPOTrainer, "kto": KTOTrainer, "reward": RewardTrainer}[args.kind]
     is_policy = kind is not RewardTrainer
     with startup.as_problem(start.problems):
-        train, held_out = data.train, data.eval
+        train = data.train
+        held_out = data.eval
+        groups = None
+        shared = None
         if args.is_unpaired:
             train, held_out = (MismatchedRows(rows, args.max_seq_len) for rows in (train, held_out))
-        reference = Reference(train, held_out)
+        else:
+            groups = Groups(train.numbers("prompt_index"), args.max_pairs_per_prompt)
+            shared = None if args.no_share_prompts else shared_length
+        reference = None
         if is_policy:
+            reference = Reference(train, held_out)
             train, held_out = reference.pairs.values()
-        groups = {}
-        if not args.is_unpaired:
-            groups = {"groups": data.train.numbers("prompt_index"), "max_of_group": args.max_pairs_per_prompt}
         columns = [f"{side}_ids" for side in kind.trained_sides]
-        shared = None if args.no_share_prompts or args.is_unpaired else shared_length
-        batches = single_model.build_global_batches(args, train, collate_pairs, columns, shared, **groups)
-    num_steps = training_loop.count_steps(args, len(batches))
+        rows = single_model.TrainingRows(args, train, collate_pairs, columns, groups, shared)
+    num_steps = training_loop.count_steps(args, len(rows.order))
     with startup.as_problem(start.problems), watchdog.phase("the loading of the model"):
         load = training_loop.load_policy if is_policy else training_loop.load_ranker
         # Dropout is off unless asked for: a score that changes from one pass to the next cannot be ranked by,
         # and a policy would differ from its reference before anything is learned.
         model = load(args, start.ds_config, num_token_ids(start.tokenizer), dropout=args.dropout or 0.0)
-        trainer = single_model.build_trainer(kind, start, model, batches, num_steps)
-
-    def prepare(step: int) -> None:
-        if is_policy:
-            reference.compute(trainer, batches.rows_until(num_steps), is_begun=step > 0)
-
-    parts = {"reference": reference} if is_policy else {}
-    single_model.train(start, data, batches, trainer, held_out=held_out, parts=parts, prepare=prepare)
+        trainer = single_model.build_trainer(kind, start, model, num_steps)
+    single_model.train(start, data, rows, trainer, held_out, reference)
 
 
 def run() -> None:

@@ -13,6 +13,7 @@ from rollout_batches import PADDING, fill, make_rollout_batch, random_batch
 from test_global_batches import as_rank
 
 from common.data.global_batches import GlobalBatches
+from common.data.micro_batches import RowPlan
 from common.data.packed_batch import PackedBatch
 from common.engine.ds_config import build_config, build_engine
 from common.models.loading import ModelOptions, load_causal_lm
@@ -235,7 +236,7 @@ def make_trainer(rows=5):
         rollout=SimpleNamespace(
             refilled_fraction=0.0, recomputes=True, scores=SimpleNamespace(judges={"judge": None}, costs={})
         ),
-        prompts=GlobalBatches(range(99), list, rows_per_micro_batch=1),
+        prompts=GlobalBatches.by_rows(range(99), list, RowPlan(1)),
         losses=SimpleNamespace(pretraining=None),
         kl_controller=KLController(0.1, 6.0),
         value_normaliser=ValueNormaliser("ma"),
