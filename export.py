@@ -153,9 +153,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     problems.exit_if_any()
     checkpoints, doubts = find_checkpoints(Path(args.checkpoint))
     checkpoint = newest_whole(checkpoints, doubts)
-    problems.check(
-        checkpoint is not None, f"{args.checkpoint}: {'; '.join(doubts) or 'it has no checkpoint'}"
-    )
+    problems.add_if(checkpoint is None, f"{args.checkpoint}: {'; '.join(doubts) or 'it has no checkpoint'}")
     problems.exit_if_any()
     flags = read_flags(checkpoint)
     trained = "actor" if isinstance(flags, PPOArguments) else "model"

@@ -36,14 +36,14 @@ from step2_reward.reference import Reference
 
 def check_pooling(config: Any, args: RewardArguments, problems: Problems) -> None:
     """Add a problem if --reward_pooling does not fit the loss or the model's own score head."""
-    problems.check(
-        args.reward_pooling == "last" or args.loss != "token_wise",
+    problems.add_if(
+        args.reward_pooling != "last" and args.loss == "token_wise",
         "--reward_pooling mean: --loss token_wise compares responses value by value and trains no mean; use "
         "--loss end_score",
     )
     recorded = getattr(config, POOLING, "last")
-    problems.check(
-        args.kind != "reward" or recorded in ("last", args.reward_pooling),
+    problems.add_if(
+        args.kind == "reward" and recorded not in ("last", args.reward_pooling),
         f"--reward_pooling {args.reward_pooling}: {args.model_name_or_path} is a reward model whose head was "
         f"trained for the {recorded}; give --reward_pooling {recorded}",
     )

@@ -34,8 +34,8 @@ def fill_ranks(args: Any, problems: Problems) -> None:
         path, given = role.model_name_or_path, role.lora_dim
         with problems.catch():
             rank = adapter_rank(path)
-            problems.check(
-                rank == 0 or given in (0, rank),
+            problems.add_if(
+                rank != 0 and given not in (0, rank),
                 f"--{flag} {given}: the adapter {path} has rank {rank}, which is kept; leave the flag "
                 "out, or give the export/ folder of its run, which gets new adapters",
             )

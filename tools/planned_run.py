@@ -398,7 +398,7 @@ def find_sources(args: Any, problems: Problems) -> dict[str, Source]:
     with problems.catch():
         if find_algorithm(args.algorithm).needs_critic:
             cure = "give it, or an --algorithm without a critic, such as grpo"
-            problems.check(bool(critic), f"--critic_model_name_or_path is needed for --stage 3: {cure}")
+            problems.add_if(not critic, f"--critic_model_name_or_path is needed for --stage 3: {cure}")
             sources["critic"] = of_critic
         if not has_reward:
             sources["reward"] = of_critic

@@ -19,10 +19,10 @@ def check_family(flag: str, config: Any, args: Any, problems: Problems, *, is_ra
     if config is None:
         return
     is_classifier = any("Classification" in name for name in config.architectures or [])
-    problems.check(is_ranker or not is_classifier, f"{flag} is a classifier; give a causal LM")
+    problems.add_if(is_classifier and not is_ranker, f"{flag} is a classifier; give a causal LM")
     auto_class = AutoModelForSequenceClassification if is_ranker else AutoModelForCausalLM
     refusal = probe_family(auto_class, config, trusts_code=args.trust_remote_code).refusal
-    problems.check(not refusal, f"{flag}: {refusal}")
+    problems.add_if(refusal, f"{flag}: {refusal}")
 
 
 def check_length(config: Any, num_tokens: int, flags: str, problems: Problems) -> None:
@@ -31,7 +31,7 @@ def check_length(config: Any, num_tokens: int, flags: str, problems: Problems) -
         return
     limit, name = length_limit(config)
     text = f"{flags}: {num_tokens} tokens are more than the model's {limit} {name}; lower it"
-    problems.check(num_tokens <= limit, text)
+    problems.add_if(num_tokens > limit, text)
 
 
 def empty_model(config: Any, args: Any, auto_class: Any = AutoModelForCausalLM) -> Any:
@@ -63,8 +63,8 @@ def check_new_tokens(
     shown = ", ".join(token for _, token in new[:3])
     text = f"{flag} has {num_rows} rows, and its tokenizer {len(new)} tokens behind them ({shown})"
     learned = [i for i, _ in new if i != tokenizer.pad_token_id or i == tokenizer.eos_token_id]
-    problems.check(
-        not (lora_flag and learned and args.only_optimize_lora),
+    problems.add_if(
+        lora_flag and learned and args.only_optimize_lora,
         f"{text}: adapters do not train embedding rows, so new rows would keep their initial values; give "
         f"--only_optimize_lora false, or leave {lora_flag} out",
     )

@@ -51,8 +51,8 @@ def begin(
     args, problems, flag = start.args, start.problems, "--model_name_or_path"
     config = startup.check_model(flag, args.model_name_or_path, args, problems)
     caps = args.max_tokens_per_micro_batch
-    problems.check(
-        caps.score == caps.train,
+    problems.add_if(
+        caps.score != caps.train,
         f"--max_tokens_per_micro_batch {caps}: the size of this step's passes without gradients is set by "
         f"--per_device_eval_batch_size; give {caps.train} alone",
     )

@@ -142,8 +142,8 @@ def check_environment(problems: Problems) -> bool:
     except ValueError:
         is_good = False
     shown = " ".join(f"{name}={value}" for name, value in given.items())
-    problems.check(
-        is_good,
+    problems.add_if(
+        not is_good,
         f"{shown} in the environment do not define a process group, which needs {', '.join(OF_A_GROUP)}, "
         "and RANK from 0 and below WORLD_SIZE; start with deepspeed or torchrun, or unset them for "
         "a single process",
@@ -157,13 +157,13 @@ def check_device(dtype: str, problems: Problems) -> list[str]:
     Chooses this rank's GPU; exits immediately if there is none for it.
     """
     if not distributed.has_gpu():
-        problems.check(dtype != "fp16", "--dtype fp16 needs a GPU; use fp32 or bf16 on a CPU")
+        problems.add_if(dtype == "fp16", "--dtype fp16 needs a GPU; use fp32 or bf16 on a CPU")
         return _check_hidden_gpu(problems) if distributed.has_hidden_gpu() else []
     rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     num_ranks = max(rank + 1, distributed.num_ranks_here())
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
-    problems.check(
-        num_ranks <= num_gpus,
+    problems.add_if(
+        num_ranks > num_gpus,
         f"{num_ranks} ranks on a machine with {num_gpus} visible GPUs (CUDA_VISIBLE_DEVICES {shown}); each "
         f"needs its own; start {num_gpus}: --num_gpus of deepspeed, --nproc_per_node of torchrun",
     )
@@ -173,7 +173,7 @@ def check_device(dtype: str, problems: Problems) -> list[str]:
     if dtype not in ("", "bf16") or distributed.computes_bf16():
         return []
     why = f"{torch.cuda.get_device_name()} emulates bf16, slower than fp32"
-    problems.check(not dtype, f"--dtype bf16: {why}; use fp16 or fp32")
+    problems.add_if(dtype, f"--dtype bf16: {why}; use fp16 or fp32")
     return [f"{why}: this runs in fp32; --dtype fp16 takes half the memory and less time"]
 
 
@@ -204,8 +204,8 @@ def check_offload(args: Any, dtype: str, problems: Problems, sums: str | None = 
         if offload in ("optimizer", "all") and effective_zero_stage(stage, dtype) == 0:
             problems.add(f"--{flag} {offload} needs --{name} 1, 2 or 3: stage 0 cannot offload")
         # Else DeepSpeed has another optimizer, or keeps the sums of a refused step.
-        problems.check(
-            sums in (None, dtype) or stage == 3 or (stage == 2 and offload in ("none", "param")),
+        problems.add_if(
+            sums not in (None, dtype) and stage != 3 and (stage != 2 or offload not in ("none", "param")),
             f"--ds_config {args.ds_config}: grad_accum_dtype {sums} needs --{name} 3, or 2 without --{flag}",
         )
 
