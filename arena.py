@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common.flags.access_token import server_token
 from common.flags.args import REQUIRED, Problems, flag, parse_args
-from common.programs import startup
+from common.programs import running, startup
 from serving.answering import (
     Sampling,
     SamplingArguments,
@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run() -> None:
     """Run the program, as a file or as the command triptych-arena."""
-    startup.run_program(main)
+    running.run_program(main)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
 from common.data.global_batches import Groups
 from common.data.packed_batch import collate_sft
 from common.data.tokenizer import num_token_ids
-from common.programs import single_model, startup, training_loop
+from common.programs import running, single_model, startup, training_loop
 from common.ranks import watchdog
 from step1_sft.arguments import SFTArguments
 from step1_sft.sft_trainer import SFTTrainer
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run() -> None:
     """Run the program, as a file or as the command triptych-sft."""
-    startup.run_program(main)
+    running.run_program(main)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from common.data.packed_batch import collate_pairs
 from common.data.tokenizer import num_token_ids
 from common.flags.args import Problems
 from common.models.saved_adapters import POOLING
-from common.programs import single_model, startup, training_loop
+from common.programs import running, single_model, startup, training_loop
 from common.ranks import watchdog
 from step2_reward.answer_scores import shared_length
 from step2_reward.arguments import RewardArguments
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run() -> None:
     """Run the program, as a file or as the command triptych-reward."""
-    startup.run_program(main)
+    running.run_program(main)
 
 
 if __name__ == "__main__":

@@ -328,7 +328,7 @@ def check_models(
     ]
     actor = None  # its tokenizer
     for role, flag, name, flags in models:
-        config = startup.check_model(flag, name, args, problems, takes_adapter=True)
+        config = model_checks.check_model(flag, name, args, problems, takes_adapter=True)
         if config is None:
             continue
         model_checks.check_family(flag, config, args, problems, is_ranker=role in ("critic", "reward"))
@@ -336,7 +336,7 @@ def check_models(
         if flags and flags.lora_dim and not is_adapter(name):
             words = flags.lora_module_name
             model_checks.check_lora(f"--{role}_lora_module_name", config, words, args, problems)
-        tokenizer = startup.check_tokenizer(flag, name, args, problems)
+        tokenizer = model_checks.check_tokenizer(flag, name, args, problems)
         lora_flag = f"--{role}_lora_dim" if flags and (flags.lora_dim or is_adapter(name)) else ""
         startup.print_note(
             *model_checks.check_new_tokens(flag, config, tokenizer, args, problems, lora_flag=lora_flag)

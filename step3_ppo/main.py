@@ -18,12 +18,11 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from common.data.global_batches import GlobalBatches
-from common.data.micro_batches import RowPlan
+from common.data.global_batches import GlobalBatches, RowPlan
 from common.data.packed_batch import collate_prompts, collate_texts
 from common.data.stage_datasets import StageData, build_pretraining
 from common.models.policy_model import language_model
-from common.programs import conversation_form, startup
+from common.programs import conversation_form, running, startup
 from common.programs.training_loop import (
     EVAL_STEP,
     build_logger,
@@ -269,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run() -> None:
     """Run the program, as a file or as the command triptych-ppo."""
-    startup.run_program(main)
+    running.run_program(main)
 
 
 if __name__ == "__main__":

@@ -364,7 +364,7 @@ def read_models(args: Any, problems: Problems) -> Models:
     for flag_name, path, is_value_model in dict.fromkeys(sources.values()):
         config = None
         with problems.catch():
-            config = known_config(base_of(path)) or startup.check_model(
+            config = known_config(base_of(path)) or model_checks.check_model(
                 flag_name, path, args, problems, takes_adapter=args.stage == 3
             )
         if config is None:

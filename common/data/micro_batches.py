@@ -21,37 +21,6 @@ CPU_PASS_TOKENS = 2048
 
 
 @dataclass(frozen=True)
-class RowPlan:
-    """Global batches of rows per micro-batch x accumulation x ranks, cut into micro-batches by rows."""
-
-    rows_per_micro_batch: int
-    accumulation: int = 1
-    rows_flag: str = "--per_device_train_batch_size"
-    what: str = "training data"
-
-    @property
-    def global_rows(self) -> int:
-        """Number of rows of a global batch."""
-        return self.rows_per_micro_batch * self.accumulation * distributed.world_size()
-
-    def check(self, num_rows: int) -> None:
-        """Raise ValueError if so many rows do not fill one global batch."""
-        if num_rows < self.global_rows:
-            raise ValueError(
-                f"the {self.what} has {num_rows} rows, fewer than one global batch of {self.global_rows} = "
-                f"{self.rows_per_micro_batch} rows x {self.accumulation} accumulation steps x "
-                f"{distributed.world_size()} ranks: lower {self.rows_flag} {self.rows_per_micro_batch}, or "
-                "give more data"
-            )
-
-    def cut(self, rows: list[int]) -> list[list[int]]:
-        """This rank's micro-batches of a global batch."""
-        size = self.rows_per_micro_batch
-        starts = range(distributed.rank() * size, len(rows), distributed.world_size() * size)
-        return [rows[start : start + size] for start in starts]
-
-
-@dataclass(frozen=True)
 class TokenPlan:
     """Cuts global batches into micro-batches of at most `max_tokens`, see `plan_micro_batches`."""
 

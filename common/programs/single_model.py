@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from common.data.global_batches import EpochOrder, GlobalBatches, Groups, evaluation_batches
-from common.data.micro_batches import CPU_PASS_TOKENS, RowPlan, TokenPlan
+from common.data.global_batches import EpochOrder, GlobalBatches, Groups, RowPlan, evaluation_batches
+from common.data.micro_batches import CPU_PASS_TOKENS, TokenPlan
 from common.data.packed_batch import PackedBatch
 from common.data.stage_datasets import StageData
 from common.engine.ds_config import build_engine, config_of
@@ -49,7 +49,7 @@ def begin(
     """
     start = startup.read_flags(flags, stage, description, argv)
     args, problems, flag = start.args, start.problems, "--model_name_or_path"
-    config = startup.check_model(flag, args.model_name_or_path, args, problems)
+    config = model_checks.check_model(flag, args.model_name_or_path, args, problems)
     caps = args.max_tokens_per_micro_batch
     problems.add_if(
         caps.score != caps.train,
@@ -65,7 +65,7 @@ def begin(
         model_checks.check_lora("--lora_module_name", config, args.lora_module_name, args, problems)
     for refusal in refusals(args):
         problems.add(refusal)
-    start.tokenizer = config and startup.check_tokenizer(flag, args.model_name_or_path, args, problems)
+    start.tokenizer = config and model_checks.check_tokenizer(flag, args.model_name_or_path, args, problems)
     lora_flag = "--lora_dim" if args.lora_dim or is_adapter(args.model_name_or_path) else ""
     start.notes += model_checks.check_new_tokens(
         flag, config, start.tokenizer, args, problems, lora_flag=lora_flag

@@ -37,9 +37,9 @@ MAX_FILE_LINES, AIM_FILE_LINES = 420, 400
 MAX_FUNCTION_LINES, AIM_FUNCTION_LINES = 90, 60
 # Amounts that a change may lower. One that raises a number says why in its commit.
 AMOUNTS = {
-    "statements": 19_124,
-    "statements that step 3 reaches": 11_844,
-    "files that step 3 reaches": 115,
+    "statements": 19_135,
+    "statements that step 3 reaches": 11_856,
+    "files that step 3 reaches": 116,
     "files that one file imports": 28,
     "assignments `a, b = x, y`": 426,
     "conditional expressions": 874,

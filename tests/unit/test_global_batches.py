@@ -10,8 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.data.global_batches import EpochOrder, GlobalBatches, Groups, evaluation_batches, keep_together
-from common.data.micro_batches import OVERHEAD_TOKENS, RowPlan, TokenPlan, plan_micro_batches
+from common.data.global_batches import (
+    EpochOrder,
+    GlobalBatches,
+    Groups,
+    RowPlan,
+    evaluation_batches,
+    keep_together,
+)
+from common.data.micro_batches import OVERHEAD_TOKENS, TokenPlan, plan_micro_batches
 from common.ranks import distributed
 
 ROWS = list(range(50))

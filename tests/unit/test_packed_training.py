@@ -11,8 +11,8 @@ from rollout_batches import make_rollout_batch
 from test_global_batches import as_rank, build_batches
 
 from common.data import packed_batch
-from common.data.global_batches import Groups, evaluation_batches
-from common.data.micro_batches import RowPlan, TokenPlan
+from common.data.global_batches import Groups, RowPlan, evaluation_batches
+from common.data.micro_batches import TokenPlan
 from common.data.packed_batch import collate_pairs, collate_sft
 from common.flags.value_forms import TokenCaps
 from common.models.loading import ModelOptions, load_causal_lm

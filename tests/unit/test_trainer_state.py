@@ -12,8 +12,7 @@ from right_or_wrong import close, forms, judge
 from rollout_batches import PADDING, fill, make_rollout_batch, random_batch
 from test_global_batches import as_rank
 
-from common.data.global_batches import GlobalBatches
-from common.data.micro_batches import RowPlan
+from common.data.global_batches import GlobalBatches, RowPlan
 from common.data.packed_batch import PackedBatch
 from common.engine.ds_config import build_config, build_engine
 from common.models.loading import ModelOptions, load_causal_lm
