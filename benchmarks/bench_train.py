@@ -78,14 +78,6 @@ PAIR = ("chosen_ids", "rejected_ids")
 COLUMNS = {"sft": ("input_ids",), "reward": PAIR, "dpo": PAIR, "kto": ("answer_ids",)}
 
 
-class Rows(list):
-    """Rows of token columns, as steps 1 and 2 read them."""
-
-    def lengths(self, column: str) -> list[int]:
-        """Number of tokens of each row in a column."""
-        return [len(row[column]) for row in self]
-
-
 def build_ours(
     section: str,
     rows: list[dict[str, Any]],
@@ -111,10 +103,11 @@ def build_ours(
         model_name_or_path=folder, log_interval=10**9, **defaults | flags
     )
     num_rows = args.per_device_train_batch_size
-    rows = Rows(dict(row) for row in rows)
+    rows = [dict(row) for row in rows]
+    lengths = [[len(row[column]) for row in rows] for column in COLUMNS[section]]
     shared = shared_length if is_packed and COLUMNS[section] == PAIR else None
     collate = collate_sft if is_sft else collate_pairs
-    training_rows = single_model.TrainingRows(args, rows, collate, COLUMNS[section], shared_length=shared)
+    training_rows = single_model.TrainingRows(args, rows, collate, lengths, shared_length=shared)
     config = config_of(args, zero_stage=args.zero_stage, offload="none", micro_batch_size=num_rows)
     start = Start(args, None, None, ds_config=config)  # type: ignore[arg-type]
     model = load(args, start.ds_config, num_tokens, dropout=0.0)

@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = start.args
     with startup.as_problem(start.problems):
         groups = Groups(data.train.numbers("conversation"))
-        rows = single_model.TrainingRows(args, data.train, collate_sft, ["input_ids"], groups)
+        lengths = [data.train.lengths("input_ids")]
+        rows = single_model.TrainingRows(args, data.train, collate_sft, lengths, groups)
     num_steps = training_loop.count_steps(args, len(rows.order))
     with startup.as_problem(start.problems), watchdog.phase("the loading of the model"):
         num_tokens = num_token_ids(start.tokenizer)

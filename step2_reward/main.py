@@ -71,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if is_policy:
             reference = Reference(train, held_out)
             train, held_out = reference.pairs.values()
-        columns = [f"{side}_ids" for side in kind.trained_sides]
-        rows = single_model.TrainingRows(args, train, collate_pairs, columns, groups, shared)
+        lengths = [train.lengths(f"{side}_ids") for side in kind.trained_sides]
+        rows = single_model.TrainingRows(args, train, collate_pairs, lengths, groups, shared)
     num_steps = training_loop.count_steps(args, len(rows.order))
     with startup.as_problem(start.problems), watchdog.phase("the loading of the model"):
         load = training_loop.load_policy if is_policy else training_loop.load_ranker

@@ -34,16 +34,6 @@ class RowPlan:
         """Number of rows of a global batch."""
         return self.rows_per_micro_batch * self.accumulation * distributed.world_size()
 
-    def check(self, num_rows: int) -> None:
-        """Raise ValueError if so many rows do not fill one global batch."""
-        if num_rows < self.global_rows:
-            raise ValueError(
-                f"the {self.what} has {num_rows} rows, fewer than one global batch of {self.global_rows} = "
-                f"{self.rows_per_micro_batch} rows x {self.accumulation} accumulation steps x "
-                f"{distributed.world_size()} ranks: lower {self.rows_flag} {self.rows_per_micro_batch}, or "
-                "give more data"
-            )
-
     def cut(self, rows: list[int]) -> list[list[int]]:
         """This rank's micro-batches of a global batch."""
         size = self.rows_per_micro_batch
@@ -116,7 +106,13 @@ class EpochOrder:
         self.epoch_rows = int(self.groups.counts.sum()) if self.groups else num_rows
         self._epoch = -1
         self._rows = np.array([])  # of that epoch
-        plan.check(self.epoch_rows)
+        if self.epoch_rows < self.global_rows:
+            num_rows = f"{plan.rows_per_micro_batch} rows x {plan.accumulation} accumulation steps"
+            raise ValueError(
+                f"the {plan.what} has {self.epoch_rows} rows, fewer than one global batch of "
+                f"{self.global_rows} = {num_rows} x {distributed.world_size()} ranks: lower {plan.rows_flag} "
+                f"{plan.rows_per_micro_batch}, or give more data"
+            )
 
     def __len__(self) -> int:
         """Number of optimizer steps of one epoch."""

@@ -5,7 +5,6 @@ the same number of passes. An item is a row of SFT, a response or a pair, whose 
 """
 
 import heapq
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -207,7 +206,7 @@ def _deal(
 
 def indexes_by_number(numbers: Iterable[int]) -> list[list[int]]:
     """Indexes of each number, in the order of their first ones."""
-    indexes: dict[int, list[int]] = defaultdict(list)
+    indexes: dict[int, list[int]] = {}
     for index, number in enumerate(numbers):
-        indexes[int(number)].append(index)
+        indexes.setdefault(number, []).append(index)
     return list(indexes.values())

@@ -81,9 +81,9 @@ def begin(
 class TrainingRows:
     """Training rows of a model: their order, and their batches, which depend on how the model runs them.
 
-    `columns` are the sequences of a row; `shared_length` returns the length of their common prefix, if that
-    is computed once. Raises ValueError if the rows do not fill a global batch, or one alone is above
-    --max_tokens_per_micro_batch.
+    `lengths` are those of each row's sequences (sequences, rows); `shared_length` returns the length of a
+    row's common prefix, if that is computed once. Raises ValueError if the rows do not fill a global batch,
+    or one alone is above --max_tokens_per_micro_batch.
     """
 
     def __init__(
@@ -91,26 +91,26 @@ class TrainingRows:
         args: Any,
         rows: Any,
         collate: Callable,
-        columns: Sequence[str],
+        lengths: Sequence[Sequence[int]],
         groups: Groups | None = None,
         shared_length: Callable[[dict[str, Any]], int] | None = None,
     ) -> None:
         self.args = args
         self.rows = rows
         self.collate = collate
-        lengths = np.stack([rows.lengths(column) for column in columns], axis=1).astype(np.int32)
+        row_lengths = np.stack(lengths, axis=1).astype(np.int32)
         max_tokens = args.max_tokens_per_micro_batch.train
         if args.packed and not max_tokens:
-            max_tokens = args.per_device_train_batch_size * len(columns) * args.max_seq_len
+            max_tokens = args.per_device_train_batch_size * len(lengths) * args.max_seq_len
         shared = np.empty(0, np.int32)
         if max_tokens and shared_length:
             shared = np.fromiter(map(shared_length, rows), np.int32, len(rows))
-        begin_alike = groups.group_of if groups and len(columns) == 1 else ()  # the rows of a conversation
-        self.token_plan = TokenPlan(lengths, max_tokens, shared_lengths=shared, groups=begin_alike)
+        begin_alike = groups.group_of if groups and len(lengths) == 1 else ()  # the rows of a conversation
+        self.token_plan = TokenPlan(row_lengths, max_tokens, shared_lengths=shared, groups=begin_alike)
         if max_tokens and len(rows):
             self.token_plan.check_longest()
         self.row_plan = RowPlan(args.per_device_train_batch_size, args.gradient_accumulation_steps)
-        longest = lengths.max(axis=1) if args.group_by_length else None
+        longest = row_lengths.max(axis=1) if args.group_by_length else None
         self.order = EpochOrder(len(rows), self.row_plan, args.seed, groups, longest)
 
     def batches(self, is_packed: bool) -> GlobalBatches:

@@ -2,7 +2,7 @@
 
 import sys
 from types import SimpleNamespace
-from unittest.mock import MagicMock, Mock
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -39,13 +39,6 @@ from step2_reward.pair_trainer import (
 from step3_ppo.roles import build_response_inputs
 
 LENGTHS = [(4, 9), (1, 2), (12, 3), (2, 7), (6, 6)]  # prompt, response
-
-
-class TokenRows(list):
-    """Rows with the lengths of their columns."""
-
-    def lengths(self, column):
-        return [len(row[column]) for row in self]
 
 
 def sft_rows():
@@ -298,10 +291,8 @@ def test_a_cpu_cuts_large_steps_by_itself(is_packed, has_gpu, flag, rows, expect
         gradient_accumulation_steps=5 // rows,
         max_tokens_per_micro_batch=TokenCaps(f"{flag}"),
     )
-    dataset = MagicMock()
-    dataset.__len__.return_value, dataset.__getitem__.side_effect = 5, range(5).__getitem__
-    dataset.lengths.return_value = np.array([sum(of_row) for of_row in LENGTHS])
-    batches = single_model.TrainingRows(args, dataset, list, ["input_ids"]).batches(is_packed)
+    lengths = [[sum(of_row) for of_row in LENGTHS]]
+    batches = single_model.TrainingRows(args, range(5), list, lengths).batches(is_packed)
     assert sorted(map(sorted, next(batches))) == expected
 
 
@@ -334,7 +325,8 @@ def test_what_rows_of_a_conversation_begin_with_is_computed_once(max_tokens, tin
     monkeypatch.setattr(PolicyModel, "forward", spy)
     groups = Groups([row["conversation"] for row in rows])
     args = SFTArguments(per_device_train_batch_size=6, max_tokens_per_micro_batch=TokenCaps(f"{max_tokens}"))
-    training_rows = single_model.TrainingRows(args, TokenRows(rows), collate_sft, ["input_ids"], groups)
+    lengths = [[len(row["input_ids"]) for row in rows]]
+    training_rows = single_model.TrainingRows(args, rows, collate_sft, lengths, groups)
     micro_batches = next(training_rows.batches(is_packed=True))
     assert len(micro_batches) == (1 if not max_tokens else 2 + (max_tokens < 48))
     losses = [compute_nll_sum(model, batch, is_packed=True) for batch in micro_batches]
