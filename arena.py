@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common.flags.access_token import server_token
 from common.flags.args import REQUIRED, Problems, flag, parse_args
-from common.programs import startup
+from common.programs import running, startup
 from serving.answering import (
     Sampling,
     SamplingArguments,
@@ -66,7 +66,9 @@ def export(argv: list[str]) -> None:
     target = Path(args.output or "")
     if args.output and target.exists() and not args.overwrite:
         problems.add(f"{target} exists already; give another name, or --overwrite")
-    problems.check(Path(args.db).is_file(), f"--db {args.db} is not a file; give the database of an arena")
+    problems.add_if(
+        not Path(args.db).is_file(), f"--db {args.db} is not a file; give the database of an arena"
+    )
     problems.exit_if_any()
     with startup.as_problem(problems):
         counts = export_pairs(JudgementStore(Path(args.db)), target, as_labels=args.labels)
@@ -86,8 +88,8 @@ def serve(argv: list[str]) -> None:
     token = server_token(args.token_file, problems)
     bound = bind(args.host, args.port, problems)  # before a model is loaded for nothing
     is_local = bound is not None and is_loopback(bound)
-    problems.check(
-        bound is None or is_local or bool(token),
+    problems.add_if(
+        bound is not None and not is_local and not token,
         f"--host {args.host} lets other machines in; give --token_file, or leave --host out",
     )
     prompts = None
@@ -122,10 +124,10 @@ def _named_paths(words: list[str], problems: Problems) -> dict[str, str]:
         name, _, path = word.partition("=")
         if not path or Path(word).exists():
             name = path = word
-        problems.check(bool(name), f"--models {word}: a name is missing before the =")
-        problems.check(name not in paths, f"--models names {name} twice; tell them apart by NAME=PATH")
+        problems.add_if(not name, f"--models {word}: a name is missing before the =")
+        problems.add_if(name in paths, f"--models names {name} twice; tell them apart by NAME=PATH")
         paths[name] = path
-    problems.check(bool(paths), "no model is given: arena.py SFT PPO, each PATH or NAME=PATH")
+    problems.add_if(not paths, "no model is given: arena.py SFT PPO, each PATH or NAME=PATH")
     return paths
 
 
@@ -140,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run() -> None:
     """Run the program, as a file or as the command triptych-arena."""
-    startup.run_program(main)
+    running.run_program(main)
 
 
 if __name__ == "__main__":

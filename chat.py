@@ -28,7 +28,7 @@ from rich.text import Text
 from common.data.example import Message
 from common.flags.args import REQUIRED, Problems, flag, parse_args
 from common.models.value_model import has_saved_head
-from common.programs import startup
+from common.programs import running, startup
 from common.programs.conversation_form import closing_of
 from common.programs.reward_scorer import RewardScorer, load_frozen_value_model
 from common.runs.durable_files import json_line, write_file
@@ -309,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run() -> None:
     """Run the program, as a file or as the command triptych-chat."""
-    startup.run_program(main)
+    running.run_program(main)
 
 
 if __name__ == "__main__":

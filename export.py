@@ -23,7 +23,7 @@ from common.models.fingerprint import changed_models, fingerprint
 from common.models.loading import plain_model
 from common.models.policy_model import language_model
 from common.models.value_model import ValueModel
-from common.programs import conversation_form, startup, training_loop
+from common.programs import conversation_form, model_checks, running, startup, training_loop
 from common.runs.checkpoints import Checkpoint, find_checkpoints, newest_whole
 from common.runs.export import save_adapter, save_export
 from common.runs.resume import program_of
@@ -131,10 +131,10 @@ def check(
     origins = origins_of(flags, part)
     for flag_name in origins:
         path = getattr(flags, flag_name.removeprefix("--"))
-        startup.check_model(f"the run's {flag_name}", path, flags, problems, takes_adapter=True)
+        model_checks.check_model(f"the run's {flag_name}", path, flags, problems, takes_adapter=True)
     problems.exit_if_any()
     origin, path = f"the run's {origins[0]}", getattr(flags, origins[0].removeprefix("--"))
-    tokenizer = startup.check_tokenizer(origin, path, flags, problems)
+    tokenizer = model_checks.check_tokenizer(origin, path, flags, problems)
     conversation_form.find_template(origin, path, flags, tokenizer, problems)  # sets its EOS
     problems.exit_if_any()
     return tokenizer
@@ -153,9 +153,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     problems.exit_if_any()
     checkpoints, doubts = find_checkpoints(Path(args.checkpoint))
     checkpoint = newest_whole(checkpoints, doubts)
-    problems.check(
-        checkpoint is not None, f"{args.checkpoint}: {'; '.join(doubts) or 'it has no checkpoint'}"
-    )
+    problems.add_if(checkpoint is None, f"{args.checkpoint}: {'; '.join(doubts) or 'it has no checkpoint'}")
     problems.exit_if_any()
     flags = read_flags(checkpoint)
     trained = "actor" if isinstance(flags, PPOArguments) else "model"
@@ -183,4 +181,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    startup.run_program(main)
+    running.run_program(main)

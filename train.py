@@ -108,7 +108,7 @@ def check(args: TrainArguments, problems: Problems) -> None:
         elif not has_hub_form(model):
             problems.add(f"--{name} {model}: no such folder; give a hub name, a folder, or a size of OPT")
     args.step = sorted(set(args.step))
-    problems.check(bool(args.step), "--step without a number: the steps are 1, 2 and 3")
+    problems.add_if(not args.step, "--step without a number: the steps are 1, 2 and 3")
     for step in (1, 2) if 3 in args.step else ():
         export = step_folder(args, step) / "export"
         if step not in args.step and not (export / "config.json").exists():
@@ -148,8 +148,8 @@ def check_vocabularies(args: TrainArguments, problems: Problems) -> None:
     with contextlib.suppress(Exception):  # OSError, ValueError, KeyError ... by what is missing
         tokenizers = [AutoTokenizer.from_pretrained(m, trust_remote_code=False) for m in (actor, reward)]
         difference = vocabulary_difference(*tokenizers)
-        problems.check(
-            difference is None,
+        problems.add_if(
+            difference is not None,
             f"--reward_model {reward} has another vocabulary than --actor_model {actor} ({difference}), "
             "and step 3 gives the same token ids to both; give one of the actor's family, or leave it out",
         )

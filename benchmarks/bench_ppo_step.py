@@ -40,7 +40,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.measuring import PeakShares, Peer, begin, print_rates, print_result, take_turns
 from benchmarks.workload import TINY, ppo_prompts, save_models, size_of
-from common.data.global_batches import GlobalBatches
+from common.data.global_batches import GlobalBatches, RowPlan
 from common.data.packed_batch import collate_prompts
 from common.data.stage_datasets import StageData
 from common.data.token_cache import DataReport
@@ -80,7 +80,7 @@ def our_step(
     start = PPOStart(args, None, None, tokenizer=tokenizer, algorithm=algorithm_entry, rewards=rewards)  # type: ignore[arg-type]
     no_texts = {"prompt_text": "", "messages": "[]", "fields": "{}"}
     rows = [{"prompt_ids": row["input_ids"], "row_id": row["row_id"]} | no_texts for row in prompts]
-    batches = GlobalBatches(rows, collate_prompts, rows_per_micro_batch=num_prompts, seed=1)
+    batches = GlobalBatches.by_rows(rows, collate_prompts, RowPlan(num_prompts), seed=1)
     trainer = build_trainer(start, 10**6, batches)
     trainer.logger.open()
     data = StageData(prompts, prompts, DataReport())

@@ -96,6 +96,7 @@ def build_ours(
     load = training_loop.load_ranker if section == "reward" else training_loop.load_policy
     defaults = {"dtype": "fp32", "learning_rate": 1e-5, "lr_scheduler_type": "constant"}
     defaults |= {"per_device_train_batch_size": ROWS_PER_STEP, "packed": bool(is_packed)}
+    defaults["max_seq_len"] = MAX_SEQ_LEN
     if has_reference:
         defaults["loss"] = section
     args = (SFTArguments if is_sft else RewardArguments)(
@@ -103,23 +104,16 @@ def build_ours(
     )
     num_rows = args.per_device_train_batch_size
     rows = [dict(row) for row in rows]
-    lengths = [tuple(len(row[key]) for key in COLUMNS[section]) for row in rows]
-    batches = GlobalBatches(
-        rows,
-        collate_sft if is_sft else collate_pairs,
-        rows_per_micro_batch=num_rows,
-        accumulation=args.gradient_accumulation_steps,
-        seed=1,
-        row_lengths=lengths,
-        max_tokens=num_rows * len(lengths[0]) * MAX_SEQ_LEN if is_packed else 0,
-        shared_lengths=list(map(shared_length, rows)) if is_packed and COLUMNS[section] == PAIR else (),
-    )
+    lengths = [[len(row[column]) for row in rows] for column in COLUMNS[section]]
+    shared = shared_length if is_packed and COLUMNS[section] == PAIR else None
+    collate = collate_sft if is_sft else collate_pairs
+    training_rows = single_model.TrainingRows(args, rows, collate, lengths, shared_length=shared)
     config = config_of(args, zero_stage=args.zero_stage, offload="none", micro_batch_size=num_rows)
     start = Start(args, None, None, ds_config=config)  # type: ignore[arg-type]
     model = load(args, start.ds_config, num_tokens, dropout=0.0)
-    trainer = single_model.build_trainer(TRAINERS[section], start, model, batches, 10**9)
+    trainer = single_model.build_trainer(TRAINERS[section], start, model, 10**9)
     if is_packed is not None:
-        trainer.is_packed = batches.is_packed = is_packed
+        trainer.is_packed = is_packed
     trainer.logger.open()
     with torch.no_grad():
         for first in range(0, len(rows) if has_reference else 0, ROWS_PER_STEP):
@@ -127,7 +121,7 @@ def build_ours(
             of_rows = trainer.compute_logprobs(collate_pairs(some)).view(-1, 2)
             for row, logprobs in zip(some, of_rows, strict=True):
                 row["reference_logprobs"] = logprobs
-    return trainer, batches
+    return trainer, training_rows.batches(trainer.is_packed)
 
 
 def our_pass(section: str, rows: list[dict[str, Any]], folder: str, **options: Any) -> Callable[[], None]:

@@ -300,7 +300,7 @@ def load_template(
 
     It is --template, or else what the model at `trained_path` (empty: at `path`) was trained with.
     """
-    config = startup.check_model(flag_name, path, args, problems, takes_adapter=True)
+    config = model_checks.check_model(flag_name, path, args, problems, takes_adapter=True)
     if config is None:
         return None
     num_problems = len(problems.messages)
@@ -310,7 +310,7 @@ def load_template(
         works = f"ask it by transformers' own `generate`: `transformers chat {path}`"
         cure = "give a model of another family" if probe(by_transformers=True) else works
         problems.add(f"{flag_name} {path}: {reason}; {cure}")
-    tokenizer = startup.check_tokenizer(flag_name, path, args, problems)
+    tokenizer = model_checks.check_tokenizer(flag_name, path, args, problems)
     startup.print_note(*model_checks.check_new_tokens(flag_name, config, tokenizer, args, problems))
     own = dataclasses.replace(args)  # each model has a template of its own
     template, notes = conversation_form.find_template(

@@ -19,7 +19,7 @@ if not __package__:  # run as a script: import from the repository root, not fro
 from common.data.example import Message
 from common.flags.args import REQUIRED, Problems, flag, parse_args
 from common.flags.plugins import import_plugins
-from common.programs import startup
+from common.programs import running, startup
 from serving.answering import AnsweringArguments, Sampling, load_answerer, load_template, read_prompts
 
 QUESTIONS = {
@@ -104,4 +104,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    startup.run_program(main)
+    running.run_program(main)

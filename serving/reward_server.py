@@ -26,7 +26,7 @@ from common.flags.args import REQUIRED, Problems, flag, parse_args
 from common.flags.groups import TokenizerArguments
 from common.models.loading import DTYPES
 from common.models.value_model import has_saved_head
-from common.programs import conversation_form, model_checks, startup
+from common.programs import conversation_form, model_checks, running, startup
 from common.programs.conversation_form import closing_of
 from common.programs.reward_scorer import RewardScorer, load_frozen_value_model
 from common.runs.export import read_metadata
@@ -121,13 +121,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(ServeArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     token = server_token(args.token_file, problems)
     name = args.model_name_or_path
-    config = startup.check_model("--model_name_or_path", name, args, problems, takes_adapter=True)
+    config = model_checks.check_model("--model_name_or_path", name, args, problems, takes_adapter=True)
     if config and not has_saved_head(name):
         problems.add(
             f"--model_name_or_path {name} has no trained score head; give the export/ folder of step 2"
         )
     model_checks.check_length(config, args.max_seq_len, "--max_seq_len", problems)
-    tokenizer = config and startup.check_tokenizer("--model_name_or_path", name, args, problems)
+    tokenizer = config and model_checks.check_tokenizer("--model_name_or_path", name, args, problems)
     template, _ = conversation_form.find_template("--model_name_or_path", name, args, tokenizer, problems)
     bound = bind(args.host, args.port, problems)  # before a model is loaded for nothing
     problems.exit_if_any()
@@ -143,4 +143,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    startup.run_program(main)
+    running.run_program(main)

@@ -15,9 +15,10 @@ from pathlib import Path
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from common.data.global_batches import Groups
 from common.data.packed_batch import collate_sft
 from common.data.tokenizer import num_token_ids
-from common.programs import single_model, startup, training_loop
+from common.programs import running, single_model, startup, training_loop
 from common.ranks import watchdog
 from step1_sft.arguments import SFTArguments
 from step1_sft.sft_trainer import SFTTrainer
@@ -30,21 +31,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     args = start.args
     with startup.as_problem(start.problems):
-        groups = data.train.numbers("conversation")
-        batches = single_model.build_global_batches(
-            args, data.train, collate_sft, ["input_ids"], groups=groups
-        )
-    num_steps = training_loop.count_steps(args, len(batches))
+        groups = Groups(data.train.numbers("conversation"))
+        lengths = [data.train.lengths("input_ids")]
+        rows = single_model.TrainingRows(args, data.train, collate_sft, lengths, groups)
+    num_steps = training_loop.count_steps(args, len(rows.order))
     with startup.as_problem(start.problems), watchdog.phase("the loading of the model"):
         num_tokens = num_token_ids(start.tokenizer)
         model = training_loop.load_policy(args, start.ds_config, num_tokens, dropout=args.dropout)
-        trainer = single_model.build_trainer(SFTTrainer, start, model, batches, num_steps)
-    single_model.train(start, data, batches, trainer, held_out=data.eval)
+        trainer = single_model.build_trainer(SFTTrainer, start, model, num_steps)
+    single_model.train(start, data, rows, trainer, data.eval)
 
 
 def run() -> None:
     """Run the program, as a file or as the command triptych-sft."""
-    startup.run_program(main)
+    running.run_program(main)
 
 
 if __name__ == "__main__":

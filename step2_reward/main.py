@@ -20,11 +20,12 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from common.data.global_batches import Groups
 from common.data.packed_batch import collate_pairs
 from common.data.tokenizer import num_token_ids
 from common.flags.args import Problems
 from common.models.saved_adapters import POOLING
-from common.programs import single_model, startup, training_loop
+from common.programs import running, single_model, startup, training_loop
 from common.ranks import watchdog
 from step2_reward.answer_scores import shared_length
 from step2_reward.arguments import RewardArguments
@@ -35,14 +36,14 @@ from step2_reward.reference import Reference
 
 def check_pooling(config: Any, args: RewardArguments, problems: Problems) -> None:
     """Add a problem if --reward_pooling does not fit the loss or the model's own score head."""
-    problems.check(
-        args.reward_pooling == "last" or args.loss != "token_wise",
+    problems.add_if(
+        args.reward_pooling != "last" and args.loss == "token_wise",
         "--reward_pooling mean: --loss token_wise compares responses value by value and trains no mean; use "
         "--loss end_score",
     )
     recorded = getattr(config, POOLING, "last")
-    problems.check(
-        args.kind != "reward" or recorded in ("last", args.reward_pooling),
+    problems.add_if(
+        args.kind == "reward" and recorded not in ("last", args.reward_pooling),
         f"--reward_pooling {args.reward_pooling}: {args.model_name_or_path} is a reward model whose head was "
         f"trained for the {recorded}; give --reward_pooling {recorded}",
     )
@@ -57,37 +58,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     kind = {"dpo": DPOTrainer, "kto": KTOTrainer, "reward": RewardTrainer}[args.kind]
     is_policy = kind is not RewardTrainer
     with startup.as_problem(start.problems):
-        train, held_out = data.train, data.eval
+        train = data.train
+        held_out = data.eval
+        groups = None
+        shared = None
         if args.is_unpaired:
             train, held_out = (MismatchedRows(rows, args.max_seq_len) for rows in (train, held_out))
-        reference = Reference(train, held_out)
+        else:
+            groups = Groups(train.numbers("prompt_index"), args.max_pairs_per_prompt)
+            shared = None if args.no_share_prompts else shared_length
+        reference = None
         if is_policy:
+            reference = Reference(train, held_out)
             train, held_out = reference.pairs.values()
-        groups = {}
-        if not args.is_unpaired:
-            groups = {"groups": data.train.numbers("prompt_index"), "max_of_group": args.max_pairs_per_prompt}
-        columns = [f"{side}_ids" for side in kind.trained_sides]
-        shared = None if args.no_share_prompts or args.is_unpaired else shared_length
-        batches = single_model.build_global_batches(args, train, collate_pairs, columns, shared, **groups)
-    num_steps = training_loop.count_steps(args, len(batches))
+        lengths = [train.lengths(f"{side}_ids") for side in kind.trained_sides]
+        rows = single_model.TrainingRows(args, train, collate_pairs, lengths, groups, shared)
+    num_steps = training_loop.count_steps(args, len(rows.order))
     with startup.as_problem(start.problems), watchdog.phase("the loading of the model"):
         load = training_loop.load_policy if is_policy else training_loop.load_ranker
         # Dropout is off unless asked for: a score that changes from one pass to the next cannot be ranked by,
         # and a policy would differ from its reference before anything is learned.
         model = load(args, start.ds_config, num_token_ids(start.tokenizer), dropout=args.dropout or 0.0)
-        trainer = single_model.build_trainer(kind, start, model, batches, num_steps)
-
-    def prepare(step: int) -> None:
-        if is_policy:
-            reference.compute(trainer, batches.rows_until(num_steps), is_begun=step > 0)
-
-    parts = {"reference": reference} if is_policy else {}
-    single_model.train(start, data, batches, trainer, held_out=held_out, parts=parts, prepare=prepare)
+        trainer = single_model.build_trainer(kind, start, model, num_steps)
+    single_model.train(start, data, rows, trainer, held_out, reference)
 
 
 def run() -> None:
     """Run the program, as a file or as the command triptych-reward."""
-    startup.run_program(main)
+    running.run_program(main)
 
 
 if __name__ == "__main__":

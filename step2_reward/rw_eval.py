@@ -24,7 +24,7 @@ from common.data.stage_datasets import build_data
 from common.flags.args import Problems, parse_args
 from common.flags.plugins import import_plugins
 from common.models.value_model import has_saved_head
-from common.programs import conversation_form, startup
+from common.programs import conversation_form, model_checks, running, startup
 from common.programs.reward_scorer import load_frozen_value_model
 from common.ranks import distributed
 from step2_reward.answer_scores import compute_pair_scores
@@ -38,12 +38,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(RewardEvalArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     import_plugins(args.plugins, problems)
     name = args.model_name_or_path
-    config = startup.check_model("--model_name_or_path", name, args, problems, takes_adapter=True)
+    config = model_checks.check_model("--model_name_or_path", name, args, problems, takes_adapter=True)
     if config and not has_saved_head(name):
         problems.add(
             f"--model_name_or_path {name} has no trained score head; give the export/ folder of step 2"
         )
-    tokenizer = config and startup.check_tokenizer("--model_name_or_path", name, args, problems)
+    tokenizer = config and model_checks.check_tokenizer("--model_name_or_path", name, args, problems)
     # Nothing is shared out or held out: an evaluation takes the rows it is given.
     options = DataOptions.of(args, 2, data_split="0,1,0", eval_fraction=0.0, num_stored_epochs=1)
     for problem in check_sources(options, tokenizer):
@@ -81,4 +81,4 @@ def _print_samples(model, rows: list[dict], tokenizer) -> None:
 
 
 if __name__ == "__main__":
-    startup.run_program(main)
+    running.run_program(main)

@@ -172,8 +172,8 @@ def fill_ranks(args: Any, problems: Problems) -> None:
         path = role.model_name_or_path
         with problems.catch():
             rank = adapter_rank(path)
-            problems.check(
-                rank == 0 or role.lora_dim in (0, rank),
+            problems.add_if(
+                rank != 0 and role.lora_dim not in (0, rank),
                 f"--{flag} {role.lora_dim}: the adapter {path} has rank {rank}, which is kept; leave the "
                 "flag out, or give the export/ folder of its run, which gets new adapters",
             )

@@ -68,8 +68,8 @@ def check_start_up(description: str, argv: Sequence[str] | None = None) -> PPOSt
         if algorithm.needs_critic and has_rewards and not args.critic_model_name_or_path:
             args.critic_model_name_or_path = args.actor_model_name_or_path
         fill_ranks(args, problems)
-        problems.check(
-            not (args.ref_ema_decay and args.actor_lora_dim),
+        problems.add_if(
+            args.ref_ema_decay and args.actor_lora_dim,
             f"--ref_ema_decay {args.ref_ema_decay} averages whole weights, but with adapters of rank "
             f"{args.actor_lora_dim} the reference is the actor without adapters; leave one of them out",
         )
@@ -113,52 +113,52 @@ def check_flags(args: PPOArguments, num_ranks: int, dtype: str, problems: Proble
     samples, update = args.samples_per_step, args.samples_per_update
     sampled = given("per_device_generation_batch_size", "generation_batches", "num_samples_per_prompt")
     trained = given("per_device_training_batch_size", "gradient_accumulation_steps")
-    problems.check(
-        samples % update == 0,
+    problems.add_if(
+        samples % update != 0,
         f"{sampled} = {samples} samples per rank must be a multiple of {trained} = {update}",
     )
     caps, longest = args.max_tokens_per_micro_batch, args.max_prompt_seq_len + args.max_answer_seq_len
-    problems.check(
-        min(caps.train or longest, caps.score or longest) >= longest,
+    problems.add_if(
+        min(caps.train or longest, caps.score or longest) < longest,
         f"--max_tokens_per_micro_batch {caps} is less than the longest sequence, "
         f"{given('max_prompt_seq_len', 'max_answer_seq_len', by=' + ')}; raise it to at least {longest}",
     )
     with problems.catch():
         parse_correction(args.rollout_correction)
-    problems.check(
-        not (args.ref_ema_decay and args.offload_reference_model),
+    problems.add_if(
+        args.ref_ema_decay and args.offload_reference_model,
         f"--offload_reference_model has no effect with {given('ref_ema_decay')}: the averages are sharded "
         "over the ranks; leave it out",
     )
-    problems.check(
-        not (args.ref_ema_decay and args.teacher_model_name_or_path),
+    problems.add_if(
+        args.ref_ema_decay and args.teacher_model_name_or_path,
         f"{given('ref_ema_decay')} moves the reference, which --teacher_model_name_or_path replaces; "
         "leave it out",
     )
-    problems.check(
-        args.old_logprobs != "strict" or args.rollout_staleness == 0,
+    problems.add_if(
+        args.old_logprobs == "strict" and args.rollout_staleness != 0,
         "--old_logprobs strict compares the sampler with the policy before its update, which with "
         f"{given('rollout_staleness')} is a later one; use --old_logprobs auto, which recomputes them",
     )
-    problems.check(
-        not args.offload_states_for_generation or effective_zero_stage(args.actor_zero_stage, dtype) > 0,
+    problems.add_if(
+        args.offload_states_for_generation and effective_zero_stage(args.actor_zero_stage, dtype) == 0,
         "--offload_states_for_generation needs --actor_zero_stage 1, 2 or 3",
     )
-    problems.check(
-        not args.offload_states_for_generation or args.offload not in ("param", "all"),
+    problems.add_if(
+        args.offload_states_for_generation and args.offload in ("param", "all"),
         f"--offload_states_for_generation and --offload {args.offload} exclude each other, because the "
         "parameters are on the CPU already; use --offload none or optimizer",
     )
     size = given("inference_tp_size")
     is_cut = args.inference_tp_size > 1
-    problems.check(args.enable_hybrid_engine or not is_cut, f"{size} needs --enable_hybrid_engine")
+    problems.add_if(not args.enable_hybrid_engine and is_cut, f"{size} needs --enable_hybrid_engine")
     divisors = ", ".join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)
-    problems.check(
-        num_ranks % args.inference_tp_size == 0,
+    problems.add_if(
+        num_ranks % args.inference_tp_size != 0,
         f"{size} does not divide the number of ranks, {num_ranks}; use {divisors}",
     )
-    problems.check(
-        not (is_cut and args.unpin_actor_parameters and args.actor_zero_stage == 3),
+    problems.add_if(
+        is_cut and args.unpin_actor_parameters and args.actor_zero_stage == 3,
         f"{size} and --unpin_actor_parameters exclude each other: layers gathered one by one are "
         "not cut; give one of them",
     )
@@ -175,8 +175,8 @@ def check_evaluation(
     own = dataclasses.replace(options, data_path=args.eval_data_path, data_split="0,0,1", eval_fraction=0.0)
     for problem in check_sources(own, tokenizer) if args.eval_data_path else ():
         problems.add(problem.replace("--data_path", "--eval_data_path"))
-    problems.check(
-        not (args.eval_data_path and args.eval_fraction),
+    problems.add_if(
+        args.eval_data_path and args.eval_fraction,
         f"--eval_fraction {args.eval_fraction} holds out prompts that are not used, because "
         "--eval_data_path is evaluated; give one of them",
     )
@@ -184,13 +184,13 @@ def check_evaluation(
     known += ["eval/pass_rate"] if any(spec.kind in VERIFIABLE for spec in rewards) else []
     judges = [f"_{spec.name}" for spec in rewards if spec.kind == "judge"]
     known += [f"eval/win_rate{name}{low}" for name in ("", *judges) for low in ("", "_low")]  # more is better
-    problems.check(
-        not args.keep_best or args.keep_best in known,
+    problems.add_if(
+        args.keep_best and args.keep_best not in known,
         f"--keep_best {args.keep_best} is not a higher-is-better evaluation metric of this run; "
         f"choose from {', '.join(known)}",
     )
-    problems.check(
-        args.eval_prompts > 0 or not (args.keep_best or args.eval_interval),
+    problems.add_if(
+        args.eval_prompts <= 0 and (args.keep_best or args.eval_interval),
         "--keep_best and --eval_interval need an evaluation, which --eval_prompts 0 turns off; raise it",
     )
 
@@ -205,17 +205,17 @@ def check_algorithm(args: PPOArguments, algorithm: Algorithm, problems: Problems
         f"--dynamic_sampling_rounds {rounds}": rounds > 0,
     }
     for flag, compares in compares_responses.items():
-        problems.check(
-            args.num_samples_per_prompt > 1 or not compares,
+        problems.add_if(
+            args.num_samples_per_prompt <= 1 and compares,
             f"{flag} compares the responses to one prompt: --num_samples_per_prompt "
             f"{args.num_samples_per_prompt} must be 2 or more",
         )
-    problems.check(
-        bool(args.critic_model_name_or_path) or not algorithm.needs_critic,
+    problems.add_if(
+        not args.critic_model_name_or_path and algorithm.needs_critic,
         f"{name} needs a critic: give --critic_model_name_or_path, the export/ folder of step 2",
     )
-    problems.check(
-        not args.truncated.startswith("bootstrap") or algorithm.needs_critic,
+    problems.add_if(
+        args.truncated.startswith("bootstrap") and not algorithm.needs_critic,
         f"--truncated {args.truncated} requires a critic, which {name} does not have; use "
         "score, mask or a number",
     )
@@ -225,17 +225,17 @@ def check_teacher(args: PPOArguments, algorithm: Algorithm, problems: Problems) 
     """Add the problems of flags that require a teacher or do not support one."""
     name, teacher = f"--algorithm {algorithm.name}", args.teacher_model_name_or_path
     if not algorithm.needs_teacher:
-        problems.check(
-            not teacher,
+        problems.add_if(
+            teacher,
             f"--teacher_model_name_or_path {teacher} is unused: {name} has no teacher; use "
             "--algorithm distill",
         )
         return
-    problems.check(bool(teacher), f"{name} learns from a teacher: give --teacher_model_name_or_path")
+    problems.add_if(not teacher, f"{name} learns from a teacher: give --teacher_model_name_or_path")
     with problems.catch():
         loss = parse_distill_loss(args.distill_loss)
-        problems.check(
-            loss.beta is None or not args.replay_sampling_support,
+        problems.add_if(
+            loss.beta is not None and args.replay_sampling_support,
             f"--distill_loss {args.distill_loss} compares whole vocabularies, but --replay_sampling_support "
             "leaves tokens out; use --distill_loss sampled, or leave that flag out",
         )
@@ -245,12 +245,12 @@ def check_teacher(args: PPOArguments, algorithm: Algorithm, problems: Problems) 
     }
     has_rewards = bool(args.reward or args.environment or args.critic_model_name_or_path)
     for flag, compares in compared.items():
-        problems.check(
-            has_rewards or not compares,
+        problems.add_if(
+            not has_rewards and compares,
             f"{flag} compares scores, and {name} has none without --reward; give one",
         )
-    problems.check(
-        args.num_samples_per_prompt > 1 or not has_rewards,
+    problems.add_if(
+        args.num_samples_per_prompt <= 1 and has_rewards,
         f"{name} with rewards compares the responses to one prompt: --num_samples_per_prompt "
         f"{args.num_samples_per_prompt} must be 2 or more",
     )
@@ -269,8 +269,8 @@ def find_rewards(args: PPOArguments, algorithm: Algorithm | None, problems: Prob
         specs.append(RewardSpec(KIND, args.environment, 1.0, KIND))
         with problems.catch():
             import_environment(args.environment)
-        problems.check(
-            not args.replay_sampling_support,
+        problems.add_if(
+            args.replay_sampling_support,
             "--environment and --replay_sampling_support exclude each other: the tokens of an environment "
             "were not sampled; leave one of them out",
         )
@@ -329,7 +329,7 @@ def check_models(
     ]
     actor = None  # its tokenizer
     for role, flag, name, flags in models:
-        config = startup.check_model(flag, name, args, problems, takes_adapter=True)
+        config = model_checks.check_model(flag, name, args, problems, takes_adapter=True)
         if config is None:
             continue
         model_checks.check_family(flag, config, args, problems, is_ranker=role in ("critic", "reward"))
@@ -337,7 +337,7 @@ def check_models(
         if flags and flags.lora_dim and not is_adapter(name):
             words = flags.lora_module_name
             model_checks.check_lora(f"--{role}_lora_module_name", config, words, args, problems)
-        tokenizer = startup.check_tokenizer(flag, name, args, problems)
+        tokenizer = model_checks.check_tokenizer(flag, name, args, problems)
         lora_flag = f"--{role}_lora_dim" if flags and (flags.lora_dim or is_adapter(name)) else ""
         startup.print_note(
             *model_checks.check_new_tokens(flag, config, tokenizer, args, problems, lora_flag=lora_flag)
@@ -348,8 +348,8 @@ def check_models(
             actor = tokenizer
             continue
         with problems.catch():
-            problems.check(
-                name not in scorers or has_saved_head(name),  # a critic may begin with a new head
+            problems.add_if(
+                name in scorers and not has_saved_head(name),  # a critic may begin with a new head
                 f"{flag} {name} is not a reward model (it has no score head); give the export/ of step 2, or "
                 f"--reward classifier:{name} for a model of several labels",
             )

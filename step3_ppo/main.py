@@ -18,11 +18,11 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from common.data.global_batches import GlobalBatches
+from common.data.global_batches import GlobalBatches, RowPlan
 from common.data.packed_batch import collate_prompts, collate_texts
 from common.data.stage_datasets import StageData, build_pretraining
 from common.models.policy_model import language_model
-from common.programs import conversation_form, startup
+from common.programs import conversation_form, running, startup
 from common.programs.training_loop import (
     EVAL_STEP,
     build_logger,
@@ -77,15 +77,13 @@ def build_pretraining_batches(args: PPOArguments, tokenizer: Any) -> GlobalBatch
         cache_dir=args.data_output_path,
         max_bad_rows=args.max_bad_rows,
     )
-    return GlobalBatches(
-        blocks,
-        collate_texts,
-        rows_per_micro_batch=args.per_device_training_batch_size,
-        accumulation=args.gradient_accumulation_steps,
-        seed=args.seed,
-        what="--unsupervised_dataset_name data",
+    plan = RowPlan(
+        args.per_device_training_batch_size,
+        args.gradient_accumulation_steps,
         rows_flag="--per_device_training_batch_size",
+        what="--unsupervised_dataset_name data",
     )
+    return GlobalBatches.by_rows(blocks, collate_texts, plan, args.seed)
 
 
 def build_trainer(
@@ -133,7 +131,7 @@ def build_run(start: PPOStart, trainer: PPOTrainer, prompts: GlobalBatches, data
     args, roles = start.args, trainer.roles
     samples = args.samples_per_update * distributed.world_size()
     rows = {
-        "--per_device_generation_batch_size x --generation_batches": prompts.global_rows,
+        "--per_device_generation_batch_size x --generation_batches": prompts.order.global_rows,
         "--per_device_training_batch_size x --gradient_accumulation_steps": samples,
     }
     parts: dict[str, Any] = {"actor": EngineState(roles.actor.model)}
@@ -230,15 +228,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # ---- data -------------------------------------------------------------------------------------------
     with startup.as_problem(problems), watchdog.phase("the preparation of the data"):
-        prompts = GlobalBatches(
-            data.train,
-            collate_prompts,
-            rows_per_micro_batch=args.per_device_generation_batch_size,
-            accumulation=args.generation_batches,
-            seed=args.seed,
-            what="prompt data",
+        plan = RowPlan(
+            args.per_device_generation_batch_size,
+            args.generation_batches,
             rows_flag="--per_device_generation_batch_size",
+            what="prompt data",
         )
+        prompts = GlobalBatches.by_rows(data.train, collate_prompts, plan, args.seed)
         held_out, eval_note = choose_prompts(args, start.options, data, start.template)
         pretraining = build_pretraining_batches(args, start.tokenizer)
     num_steps = count_steps(args, len(prompts))
@@ -273,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run() -> None:
     """Run the program, as a file or as the command triptych-ppo."""
-    startup.run_program(main)
+    running.run_program(main)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 import torch
 from safetensors.torch import load, save
 
-from common.data.global_batches import plan_micro_batches
+from common.data.micro_batches import plan_micro_batches
 from common.data.packed_batch import PackedBatch
 from common.ranks import distributed
 from step3_ppo.arguments import PPOArguments

@@ -24,7 +24,7 @@ from common.data.token_cache import TokenTable
 from common.flags.args import Problems, flag
 from common.flags.plugins import import_plugins
 from common.flags.streams import run_tool
-from common.programs import conversation_form, startup
+from common.programs import conversation_form, model_checks, startup
 from tools.step_flags import STEP_NAMES, StageArguments, parse_step_args
 from tools.terminal import CONSOLE, visible
 
@@ -96,7 +96,7 @@ def check_flags(args: Any, options: DataOptions, problems: Problems) -> Template
         problems.add(problem)
     name = "actor_model_name_or_path" if args.stage == 3 else "model_name_or_path"
     path = getattr(args, name)
-    tokenizer = startup.check_tokenizer(f"--{name}", path, args, problems)
+    tokenizer = model_checks.check_tokenizer(f"--{name}", path, args, problems)
     template, notes = conversation_form.find_template(f"--{name}", path, args, tokenizer, problems)
     problems.exit_if_any()
     assert template is not None

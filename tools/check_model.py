@@ -109,8 +109,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def check_flags(args: CheckModelArguments, problems: Problems) -> PreTrainedTokenizerFast:
     """The tokenizer; exits with all problems if there are any."""
     import_plugins(args.plugins, problems)
-    config = startup.check_model("--path", args.path, args, problems)
-    tokenizer = startup.check_tokenizer("--path", args.path, args, problems) if config else None
+    config = model_checks.check_model("--path", args.path, args, problems)
+    tokenizer = model_checks.check_tokenizer("--path", args.path, args, problems) if config else None
     if config:
         num_tokens = args.max_new_tokens + max(LENGTHS)
         model_checks.check_length(config, num_tokens, "--max_new_tokens and a prompt", problems)

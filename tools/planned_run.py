@@ -342,7 +342,7 @@ def read_model(args: Any, spec: RoleSpec, problems: Problems) -> PlannedModel | 
     """The model; None after adding why it cannot be had."""
     config = None
     with problems.catch():
-        config = known_config(base_of(spec.path)) or startup.check_model(
+        config = known_config(base_of(spec.path)) or model_checks.check_model(
             spec.flag, spec.path, args, problems, takes_adapter=args.stage == 3
         )
     if config is None:
@@ -384,8 +384,8 @@ def find_specs(args: Any, problems: Problems) -> list[RoleSpec]:
     with problems.catch():
         has_critic = find_algorithm(args.algorithm).needs_critic
         cure = "give it, or an --algorithm without a critic, such as grpo"
-        problems.check(
-            bool(critic) or not has_critic, f"--critic_model_name_or_path is needed for --stage 3: {cure}"
+        problems.add_if(
+            has_critic and not critic, f"--critic_model_name_or_path is needed for --stage 3: {cure}"
         )
     with problems.catch():
         rewards = parse_rewards(args.reward, has_teacher=bool(args.teacher_model_name_or_path))

@@ -30,7 +30,7 @@ from benchmarks.bench_train import ROWS_PER_STEP, build_ours
 from benchmarks.evidence.runs import DIGITS, Measured
 from benchmarks.measuring import Peer
 from benchmarks.workload import EOS, FIRST_ID, PAD, TINY, build_tokenizer, small_llama_config
-from common.data.global_batches import GlobalBatches
+from common.data.global_batches import EpochOrder
 from common.data.packed_batch import pad_rows
 from common.generation.generate import Generation
 from common.programs import startup, training_loop
@@ -222,7 +222,7 @@ def trl_metrics(task: str, history: list[dict[str, Any]]) -> Sides:
 
 def as_they_stand() -> Any:
     """Context in which batches have the rows in their order."""
-    return mock.patch.object(GlobalBatches, "_order_of", lambda self, _: np.arange(len(self.dataset)))
+    return mock.patch.object(EpochOrder, "epoch", lambda self, _: np.arange(self.num_rows))
 
 
 def number_rows(prompts: Iterable[Sequence[int]]) -> list[dict[str, Any]]:

@@ -33,8 +33,8 @@ class PackedBatch:
     def build(cls, ids: Sequence[Hashable], sequences: dict[str, Sequence[torch.Tensor]]) -> "PackedBatch":
         """Batch of sequences[key][item] (length, ...).
 
-        Raises ValueError, naming the key, unless each list has one sequence per item, all with the same
-        dtype, device and trailing shape: torch.cat would promote dtypes silently.
+        Asserts that every list has one sequence per item, and that a key's sequences have the same dtype,
+        device and trailing shape: torch.cat would promote dtypes silently.
         """
         data = {key: _join(key, of_items) for key, of_items in sequences.items()}
         lengths = {key: torch.tensor([len(x) for x in of_items]) for key, of_items in sequences.items()}
@@ -46,14 +46,11 @@ class PackedBatch:
     def concat(cls, parts: Sequence["PackedBatch"]) -> "PackedBatch":
         """Batches end to end, in order.
 
-        Raises ValueError without a batch, or if their keys or a key's dtypes differ, or an id occurs twice.
+        Asserts that there is one, that keys and their dtypes are the same, and that no id occurs twice.
         """
-        if not parts:
-            raise ValueError("no batches to put end to end")
+        assert parts, "no batches to put end to end"
         keys = list(parts[0].data)
-        for part in parts:
-            if set(part.data) != set(keys):
-                raise ValueError(f"keys {sorted(part.data)} of one batch, {sorted(keys)} of another")
+        assert all(part.data.keys() == parts[0].data.keys() for part in parts), "batches differ in their keys"
         data = {key: _join(key, [part.data[key] for part in parts]) for key in keys}
         lengths = {key: torch.cat([part.lengths[key] for part in parts]) for key in keys}
         batch = cls(tuple(item_id for part in parts for item_id in part.ids), data, lengths)
@@ -66,7 +63,7 @@ class PackedBatch:
     def select(self, indexes: Sequence[int] | torch.Tensor) -> "PackedBatch":
         """Items `indexes`, in that order.
 
-        Raises IndexError for an index out of range, ValueError for a repeated one.
+        Raises IndexError for an index out of range; asserts that none occurs twice.
         """
         index = torch.as_tensor(indexes, dtype=torch.int64, device="cpu")
         data, lengths = {}, {}
@@ -113,10 +110,9 @@ class PackedBatch:
         return self.with_key(key, values, lengths=torch.ones(len(self), dtype=torch.int64))
 
     def numbers(self, key: str) -> torch.Tensor:
-        """Values (B,) of a key that has exactly one token per item; ValueError for any other key."""
+        """Values (B,) of a key that has exactly one token per item."""
         lengths = self._lengths(key)
-        if not bool((lengths == 1).all()):
-            raise ValueError(f"key {key!r}: not one number an item, but lengths {lengths.tolist()}")
+        assert bool((lengths == 1).all()), f"key {key!r}: lengths {lengths.tolist()}, not 1"
         return self.data[key]
 
     def with_texts(self, key: str, texts: Sequence[str]) -> "PackedBatch":
@@ -139,29 +135,24 @@ class PackedBatch:
         return list(self.data[key].split(self._lengths(key).tolist()))
 
     def check(self) -> None:
-        """Raise ValueError that names the key and what is wrong; for tests and incoming batches."""
-        if len(set(self.ids)) != len(self.ids):
-            twice = next(item_id for i, item_id in enumerate(self.ids) if item_id in self.ids[:i])
-            raise ValueError(f"id {twice!r} occurs twice")
-        if set(self.lengths) != set(self.data):
-            raise ValueError(f"keys {sorted(self.lengths)} of lengths, {sorted(self.data)} of data")
+        """Assert that the batch is well-formed; the message names the key."""
+        assert len(set(self.ids)) == len(self.ids), f"an id occurs twice: {sorted(map(repr, self.ids))}"
+        assert self.lengths.keys() == self.data.keys(), (
+            f"lengths of {list(self.lengths)}, not {list(self.data)}"
+        )
         for key in self.data:
             self._check_key(key)
 
     def _check_key(self, key: str) -> None:
-        data, lengths = self.data[key], self.lengths[key]
-        if lengths.dtype != torch.int64 or lengths.device.type != "cpu" or lengths.shape != (len(self),):
-            of = f"{lengths.dtype} of shape {tuple(lengths.shape)} on {lengths.device}"
-            raise ValueError(f"key {key!r}: lengths must be int64 on the CPU for {len(self)} items, not {of}")
-        if bool((lengths < 0).any()):
-            raise ValueError(f"key {key!r}: a negative length among {lengths.tolist()}")
-        if data.ndim < 1 or int(lengths.sum()) != len(data):
-            total = int(lengths.sum())
-            raise ValueError(f"key {key!r}: lengths add up to {total}, data are {tuple(data.shape)}")
+        lengths = self.lengths[key]
+        shape = tuple(self.data[key].shape)
+        layout = (lengths.dtype, lengths.device.type, lengths.shape)
+        assert layout == (torch.int64, "cpu", (len(self),)), f"key {key!r}: lengths are {layout}"
+        assert bool((lengths >= 0).all()), f"key {key!r}: a negative length among {lengths.tolist()}"
+        assert shape[:1] == (int(lengths.sum()),), f"key {key!r}: lengths {lengths.tolist()}, data {shape}"
 
     def _lengths(self, key: str) -> torch.Tensor:
-        if key not in self.lengths:
-            raise ValueError(f"key {key!r} is not among {sorted(self.lengths)}")
+        assert key in self.lengths, f"key {key!r} is not among {sorted(self.lengths)}"
         return self.lengths[key]
 
 
@@ -222,12 +213,9 @@ def score_by_length(
 ) -> list[float]:
     """A score per row, computed in batches of rows of similar length, which need little padding."""
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
-    scores = [0.0] * len(rows)
-    for first in range(0, len(order), batch_size):
-        batch = order[first : first + batch_size]
-        for index, score in zip(batch, score_batch([rows[i] for i in batch]), strict=True):
-            scores[index] = score
-    return scores
+    batches = (order[first : first + batch_size] for first in range(0, len(order), batch_size))
+    scores = [score for batch in batches for score in score_batch([rows[index] for index in batch])]
+    return [score for _, score in sorted(zip(order, scores, strict=True))]
 
 
 def pack_rows(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -311,10 +299,6 @@ def _unique_ids(rows: Rows) -> tuple[tuple[int, str], ...]:
 
 def _join(key: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The tensors of a key end to end; all must be of one kind."""
-    if not tensors:
-        raise ValueError(f"key {key!r}: no sequence at all, so its dtype is unknown; leave the key out")
     kinds = {(tensor.dtype, tensor.shape[1:], tensor.device) for tensor in tensors}
-    if len(kinds) > 1:
-        names = sorted(f"{dtype} (length, {', '.join(map(str, s))}) on {d}" for dtype, s, d in kinds)
-        raise ValueError(f"key {key!r}: sequences differ: {'; '.join(names)}")
+    assert len(kinds) == 1, f"key {key!r}: one kind of sequences is needed, not {kinds}"
     return torch.cat(list(tensors))

@@ -97,15 +97,12 @@ def canonical(row: Any) -> bytes:
     return json.dumps(row, sort_keys=True, default=repr).encode()
 
 
-def parse_json_row(data: bytes) -> dict[str, Any]:
-    """Return the object that a line of JSON holds. Raises BadRow."""
+def parse_json_row(data: bytes) -> Any:
+    """Value of a line of JSON. Raises BadRow."""
     try:
-        row = json.loads(data.decode())  # bytes would be taken for UTF-16 or 32 where they look like it
+        return json.loads(data.decode())  # bytes would be taken for UTF-16 or 32 where they look like it
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
         raise BadRow(f"the line is not JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise BadRow(f"the line is a JSON {type(row).__name__}, not an object with named columns")
-    return row
 
 
 def rows_of_parquet(path: Path, max_rows: int | None = None) -> RawRows:

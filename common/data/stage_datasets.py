@@ -25,8 +25,6 @@ from common.data.stage_rows import COLUMNS, Item, RowBuilder, build_row_fields
 from common.data.token_cache import DataReport, TokenTable, TokenWriter, build_cached
 from common.ranks import watchdog
 
-__all__ = ["DataOptions", "StageData", "build_data", "build_pretraining", "preview_rows"]
-
 TELL_SECONDS = 5.0
 NUM_SHOWN = 400  # characters of a row that is shown
 NOT_IN_KEY = ("data_path", "sft_only_data_path", "max_bad_rows", "cache_dir")  # they decide no tokens

@@ -91,9 +91,6 @@ def build_config(
     zero_stage: int = 0,
     dtype: str = "fp32",
     offload: str = "none",
-    micro_batch_size: int = 1,
-    gradient_accumulation_steps: int = 1,
-    gradient_clipping: float = 1.0,
     optimizer_dtype: str = "fp32",
     overrides: dict[str, Any] | None = None,
     is_trained: bool = True,
@@ -101,15 +98,15 @@ def build_config(
     """DeepSpeed configuration of a trained or a frozen model; only stage 3 shards a frozen one.
 
     `offload` is none | optimizer | param | all; parameters can only be offloaded under ZeRO stage 3.
-    `micro_batch_size` is per rank; `overrides` is merged over the result key by key.
+    `overrides`, such as batch sizes, is merged over the result key by key.
     """
     stage = effective_zero_stage(zero_stage, dtype) if is_trained else zero_stage
     config = {
-        "train_micro_batch_size_per_gpu": micro_batch_size,
-        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
         "steps_per_print": 10**9,  # the run logger prints
         "zero_optimization": _zero_section(stage, offload, is_trained),
-        "gradient_clipping": gradient_clipping,
+        "gradient_clipping": 1.0,
         "prescale_gradients": False,
         "wall_clock_breakdown": False,
         "timers": {"throughput": {"enabled": False}},  # it waits for the device in every pass
@@ -146,16 +143,21 @@ def with_buckets(ds_config: dict[str, Any], num_trained: int, num_ranks: int) ->
 def config_of(
     args: Any, *, zero_stage: int, offload: str, micro_batch_size: int, is_trained: bool = True
 ) -> dict[str, Any]:
-    """Configuration of one of a program's models from its flags, with --ds_config merged over it."""
+    """Configuration of one of a program's models from its flags, with --ds_config merged over it.
+
+    `micro_batch_size` is the rows per rank.
+    """
+    flags = {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "gradient_clipping": args.gradient_clipping,
+    }
     return build_config(
         zero_stage=zero_stage,
         dtype=distributed.dtype_name(args.dtype),
         offload=offload,
-        micro_batch_size=micro_batch_size,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        gradient_clipping=args.gradient_clipping,
         optimizer_dtype=args.optimizer_dtype,
-        overrides=load_overrides(args),
+        overrides=flags | load_overrides(args),
         is_trained=is_trained,
     )
 

@@ -23,7 +23,7 @@ def server_token(token_file: str, problems: Problems) -> str:
         if token_file:
             origin = f"--token_file {token_file}"
             text = Path(token_file).read_text(errors="replace").strip()
-            problems.check(bool(text), f"{origin} is empty; write a token on one line into it")
+            problems.add_if(not text, f"{origin} is empty; write a token on one line into it")
         return _checked(origin, text)
     except OSError as error:
         problems.add(f"{origin} cannot be read: {error}")

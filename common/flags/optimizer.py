@@ -56,21 +56,21 @@ def check_optimizer(args: Any, dtype: str, problems: Problems) -> None:
     with problems.catch():
         is_muon = parse_optimizer(args.optimizer).has_muon
     has_adapters_alone = args.only_optimize_lora and all(role.lora_dim for role in args.roles().values())
-    problems.check(
-        not (is_muon and has_adapters_alone),
+    problems.add_if(
+        is_muon and has_adapters_alone,
         f"--optimizer {args.optimizer} has no matrix to train, because adapters are trained by AdamW; use "
         "--optimizer adamw, or --only_optimize_lora false",
     )
     if args.optimizer_dtype == "fp32":
         return
-    problems.check(
-        dtype == "bf16",
+    problems.add_if(
+        dtype != "bf16",
         f"--optimizer_dtype {args.optimizer_dtype} needs --dtype bf16, but this run uses {dtype}",
     )
     for name in ("offload", "critic_offload"):
         offload = getattr(args, name, "none")
-        problems.check(
-            offload not in ("optimizer", "all"),
+        problems.add_if(
+            offload in ("optimizer", "all"),
             f"--optimizer_dtype {args.optimizer_dtype} and --{name} {offload} exclude each other: on the CPU "
             f"DeepSpeed keeps such states only for its own Adam; use --{name} none or param, or "
             "--optimizer_dtype fp32",

@@ -55,9 +55,9 @@ class Problems:
         if flag:
             self.unread_flags.add(flag)
 
-    def check(self, is_good: bool, message: str) -> None:
-        """Add `message` unless `is_good`."""
-        if not is_good:
+    def add_if(self, is_wrong: Any, message: str) -> None:
+        """Add `message` if `is_wrong`, a condition of any type."""
+        if is_wrong:
             self.add(message)
 
     @contextlib.contextmanager

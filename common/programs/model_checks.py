@@ -1,15 +1,96 @@
-"""Checks of a model's configuration and tokenizer before its weights are loaded."""
+"""Configuration and tokenizer of a model, checked before its weights are loaded."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
-from common.data.tokenizer import num_token_ids
+from common.data.tokenizer import load_tokenizer, num_token_ids
 from common.flags.args import Problems
+from common.flags.problems import has_hub_form
 from common.models.family_probe import probe_family
 from common.models.loading import length_limit
 from common.models.lora import adapted_model_targets
+from common.models.saved_adapters import base_of, is_adapter, tokenizer_of
+from common.ranks.failures import first_line
+from common.runs.export import read_metadata
+
+
+def check_model(
+    flag: str, name_or_path: str, args: Any, problems: Problems, *, takes_adapter: bool = False
+) -> Any:
+    """The model's configuration, or None after adding why the model cannot be loaded.
+
+    For a saved adapter, in programs that support them, it is that of its base.
+    """
+    if not name_or_path:
+        return None
+    folder = Path(name_or_path)
+    if closed := _closed_path(folder):
+        problems.add(f"{flag} {closed} cannot be read by this user; its owner can run chmod -R a+rX {folder}")
+        return None
+    try:
+        read_metadata(name_or_path)
+    except ValueError as error:
+        problems.add(f"{flag}: {error}; remove the file, or save the model again")
+        return None
+    if is_adapter(name_or_path):
+        if not takes_adapter:
+            problems.add(
+                f"{flag} {name_or_path} is an adapter without its base model, which this program does not "
+                "support; give the export/ folder of the run, where it is merged"
+            )
+            return None
+        flag = f"{flag} {name_or_path}, an adapter of"
+        with problems.catch():
+            return check_model(flag, base_of(name_or_path), args, problems)
+        return None
+    if folder.is_dir() and not (folder / "config.json").exists():
+        near = folder / "export"
+        is_run = (near / "config.json").exists()
+        cure = f"did you mean {near}?" if is_run else "give the folder that save_pretrained wrote"
+        problems.add(f"{flag} {folder} has no config.json, so it is not a model; {cure}")
+        return None
+    try:
+        return AutoConfig.from_pretrained(name_or_path, trust_remote_code=args.trust_remote_code)
+    except Exception as error:  # OSError, ValueError, KeyError ... by what is missing
+        is_absent = not has_hub_form(name_or_path) and not folder.is_dir()
+        why = "there is no such folder" if is_absent else first_line(error)
+        problems.add(f"{flag} {name_or_path} is neither a model folder nor an available hub model: {why}")
+        return None
+
+
+def _closed_path(folder: Path) -> Path | None:
+    """The first file in a model's folder that this user cannot read, or the folder itself."""
+    try:
+        files = sorted(folder.iterdir()) if folder.is_dir() else []
+    except PermissionError:
+        return folder
+    return next((file for file in files if not os.access(file, os.R_OK)), None)
+
+
+def check_tokenizer(
+    flag: str, name_or_path: str, args: Any, problems: Problems
+) -> PreTrainedTokenizerFast | None:
+    """The tokenizer with EOS and PAD set, or None after adding its problem."""
+    if not name_or_path:
+        return None
+    with problems.catch():
+        return load_tokenizer(
+            tokenizer_of(name_or_path),
+            eot_token=args.eot_token or None,
+            add_eot_token=args.add_eot_token,
+            trust_remote_code=args.trust_remote_code,
+            flag=flag,
+        )
+    return None
 
 
 def check_family(flag: str, config: Any, args: Any, problems: Problems, *, is_ranker: bool = False) -> None:
@@ -19,10 +100,10 @@ def check_family(flag: str, config: Any, args: Any, problems: Problems, *, is_ra
     if config is None:
         return
     is_classifier = any("Classification" in name for name in config.architectures or [])
-    problems.check(is_ranker or not is_classifier, f"{flag} is a classifier; give a causal LM")
+    problems.add_if(is_classifier and not is_ranker, f"{flag} is a classifier; give a causal LM")
     auto_class = AutoModelForSequenceClassification if is_ranker else AutoModelForCausalLM
     refusal = probe_family(auto_class, config, trusts_code=args.trust_remote_code).refusal
-    problems.check(not refusal, f"{flag}: {refusal}")
+    problems.add_if(refusal, f"{flag}: {refusal}")
 
 
 def check_length(config: Any, num_tokens: int, flags: str, problems: Problems) -> None:
@@ -31,7 +112,7 @@ def check_length(config: Any, num_tokens: int, flags: str, problems: Problems) -
         return
     limit, name = length_limit(config)
     text = f"{flags}: {num_tokens} tokens are more than the model's {limit} {name}; lower it"
-    problems.check(num_tokens <= limit, text)
+    problems.add_if(num_tokens > limit, text)
 
 
 def empty_model(config: Any, args: Any, auto_class: Any = AutoModelForCausalLM) -> Any:
@@ -63,8 +144,8 @@ def check_new_tokens(
     shown = ", ".join(token for _, token in new[:3])
     text = f"{flag} has {num_rows} rows, and its tokenizer {len(new)} tokens behind them ({shown})"
     learned = [i for i, _ in new if i != tokenizer.pad_token_id or i == tokenizer.eos_token_id]
-    problems.check(
-        not (lora_flag and learned and args.only_optimize_lora),
+    problems.add_if(
+        lora_flag and learned and args.only_optimize_lora,
         f"{text}: adapters do not train embedding rows, so new rows would keep their initial values; give "
         f"--only_optimize_lora false, or leave {lora_flag} out",
     )

@@ -1,14 +1,16 @@
 """Code that the single-model programs (steps 1 and 2) share: checks, batches, engine, and the loop over
 epochs."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from common.data.global_batches import GlobalBatches, evaluation_batches
+from common.data.global_batches import EpochOrder, GlobalBatches, Groups, RowPlan, evaluation_batches
+from common.data.micro_batches import CPU_PASS_TOKENS, TokenPlan
 from common.data.packed_batch import PackedBatch
 from common.data.stage_datasets import StageData
 from common.engine.ds_config import build_engine, config_of
@@ -32,9 +34,6 @@ from common.runs.run import IntervalClock, Run
 from common.runs.run_logger import RunLogger
 from common.runs.saved_state import EngineState, Stateful
 
-# Larger passes are no faster on a CPU (bench_train.py: 1,024 to 16,384 tokens are alike), and take memory.
-CPU_PASS_TOKENS = 2048
-
 
 def begin(
     flags: type,
@@ -50,10 +49,10 @@ def begin(
     """
     start = startup.read_flags(flags, stage, description, argv)
     args, problems, flag = start.args, start.problems, "--model_name_or_path"
-    config = startup.check_model(flag, args.model_name_or_path, args, problems)
+    config = model_checks.check_model(flag, args.model_name_or_path, args, problems)
     caps = args.max_tokens_per_micro_batch
-    problems.check(
-        caps.score == caps.train,
+    problems.add_if(
+        caps.score != caps.train,
         f"--max_tokens_per_micro_batch {caps}: the size of this step's passes without gradients is set by "
         f"--per_device_eval_batch_size; give {caps.train} alone",
     )
@@ -66,7 +65,7 @@ def begin(
         model_checks.check_lora("--lora_module_name", config, args.lora_module_name, args, problems)
     for refusal in refusals(args):
         problems.add(refusal)
-    start.tokenizer = config and startup.check_tokenizer(flag, args.model_name_or_path, args, problems)
+    start.tokenizer = config and model_checks.check_tokenizer(flag, args.model_name_or_path, args, problems)
     lora_flag = "--lora_dim" if args.lora_dim or is_adapter(args.model_name_or_path) else ""
     start.notes += model_checks.check_new_tokens(
         flag, config, start.tokenizer, args, problems, lora_flag=lora_flag
@@ -79,38 +78,53 @@ def begin(
     return start, startup.enter(start)
 
 
-def build_global_batches(
-    args: Any,
-    dataset: Any,
-    collate: Callable,
-    columns: Sequence[str],
-    shared_length: Callable[[dict[str, Any]], int] | None = None,
-    **groups: Any,
-) -> GlobalBatches:
-    """Training batches of this rank. Raises ValueError if the data do not fill one. `groups` is passed to
-    GlobalBatches.
+class TrainingRows:
+    """Training rows of a model: their order, and their batches, which depend on how the model runs them.
 
-    `columns` are the sequences of a row; `shared_length` returns the length of their common prefix, if that
-    is computed once.
+    `lengths` are those of each row's sequences (sequences, rows); `shared_length` returns the length of a
+    row's common prefix, if that is computed once. Raises ValueError if the rows do not fill a global batch,
+    or one alone is above --max_tokens_per_micro_batch.
     """
-    max_tokens = args.max_tokens_per_micro_batch.train
-    if args.packed and not max_tokens:
-        max_tokens = args.per_device_train_batch_size * len(columns) * args.max_seq_len
-    shared: Any = ()
-    if max_tokens and shared_length:
-        shared = np.fromiter(map(shared_length, dataset), np.int32, len(dataset))
-    return GlobalBatches(
-        dataset,
-        collate,
-        rows_per_micro_batch=args.per_device_train_batch_size,
-        accumulation=args.gradient_accumulation_steps,
-        seed=args.seed,
-        row_lengths=np.stack([dataset.lengths(column) for column in columns], axis=1).astype(np.int32),
-        group_by_length=args.group_by_length,
-        max_tokens=max_tokens,
-        shared_lengths=shared,
-        **groups,
-    )
+
+    def __init__(
+        self,
+        args: Any,
+        rows: Any,
+        collate: Callable,
+        lengths: Sequence[Sequence[int]],
+        groups: Groups | None = None,
+        shared_length: Callable[[dict[str, Any]], int] | None = None,
+    ) -> None:
+        self.args = args
+        self.rows = rows
+        self.collate = collate
+        row_lengths = np.stack(lengths, axis=1).astype(np.int32)
+        max_tokens = args.max_tokens_per_micro_batch.train
+        if args.packed and not max_tokens:
+            max_tokens = args.per_device_train_batch_size * len(lengths) * args.max_seq_len
+        shared = np.empty(0, np.int32)
+        if max_tokens and shared_length:
+            shared = np.fromiter(map(shared_length, rows), np.int32, len(rows))
+        begin_alike = groups.group_of if groups and len(lengths) == 1 else ()  # the rows of a conversation
+        self.token_plan = TokenPlan(row_lengths, max_tokens, shared_lengths=shared, groups=begin_alike)
+        if max_tokens and len(rows):
+            self.token_plan.check_longest()
+        self.row_plan = RowPlan(args.per_device_train_batch_size, args.gradient_accumulation_steps)
+        longest = row_lengths.max(axis=1) if args.group_by_length else None
+        self.order = EpochOrder(len(rows), self.row_plan, args.seed, groups, longest)
+
+    def batches(self, is_packed: bool) -> GlobalBatches:
+        """Training batches of this rank, for a model that runs sequences packed or padded.
+
+        On a CPU large packed steps are cut into passes of CPU_PASS_TOKENS unless a flag sets their size.
+        """
+        plan = replace(self.token_plan, is_packed=is_packed)
+        longest = int(plan.row_lengths.sum(axis=1).max())
+        is_large = self.row_plan.rows_per_micro_batch * longest > CPU_PASS_TOKENS
+        is_free = not self.args.max_tokens_per_micro_batch and not distributed.has_gpu()
+        if is_packed and is_large and is_free:
+            plan = replace(plan, max_tokens=max(CPU_PASS_TOKENS, longest))
+        return GlobalBatches(self.rows, self.collate, self.order, plan if plan.max_tokens else self.row_plan)
 
 
 class Trainer:
@@ -163,56 +177,43 @@ class Trainer:
         return figures
 
 
-def build_trainer(
-    kind: type[Trainer], start: Start, model: nn.Module, batches: GlobalBatches, num_steps: int
-) -> Trainer:
-    """Build the trainer of a model. Tells the batches whether sequences are packed, and on a CPU cuts them
-    into passes of CPU_PASS_TOKENS unless a flag sets the size of micro-batches.
-
-    Every rank must call this.
-    """
+def build_trainer(kind: type[Trainer], start: Start, model: nn.Module, num_steps: int) -> Trainer:
+    """Build the trainer of a model. Every rank must call this."""
     args = start.args
     engine = build_engine(model, start.ds_config, args, num_steps)
-    is_packed = runs_packed(args, model)
-    batches.is_packed = is_packed
-    longest = int(batches.row_lengths.sum(axis=1).max())
-    is_large = batches.rows * longest > CPU_PASS_TOKENS
-    if is_packed and is_large and not args.max_tokens_per_micro_batch and not distributed.has_gpu():
-        batches.max_tokens = max(CPU_PASS_TOKENS, longest)
     columns = (*(f"{kind.kind}/{name}" for name in kind.columns), "perf/tokens_per_second")
-    return kind(engine, args, is_packed=is_packed, logger=build_logger(args, columns, num_steps))
+    logger = build_logger(args, columns, num_steps)
+    return kind(engine, args, is_packed=runs_packed(args, model), logger=logger)
 
 
 def train(
-    start: Start,
-    data: StageData,
-    batches: GlobalBatches,
-    trainer: Trainer,
-    *,
-    held_out: Any,
-    parts: Mapping[str, Stateful] | None = None,
-    prepare: Callable[[int], None] = lambda step: None,
+    start: Start, data: StageData, rows: TrainingRows, trainer: Trainer, held_out: Any, reference: Any = None
 ) -> None:
     """Start or resume a run, train it to its end, and write the trained model and its adapter.
 
-    `held_out` are the rows of an evaluation. `parts` of a checkpoint are saved with the model. `prepare` is
-    called with the current step before the first one. Raises Stopped if the run is asked to stop,
+    `held_out` are the rows of an evaluation. `reference` is saved in checkpoints with the model; it computes
+    what it needs of the rows before the first step. Raises Stopped if the run is asked to stop,
     TooManyBadSteps if too many steps are skipped. Every rank must call this.
     """
-    args, logger = start.args, trainer.logger
-    rows = {"--per_device_train_batch_size x --gradient_accumulation_steps": batches.global_rows}
-    parts = {"model": EngineState(trainer.engine)} | (parts or {})
-    steps = len(batches)
-    run = Run(args, start.earlier, logger, data, rows, parts, steps_per_epoch=steps, frozen=start.frozen)
-    eval_clock = IntervalClock(args.eval_interval, len(batches))
+    args = start.args
+    logger = trainer.logger
+    order = rows.order
+    sizes = {"--per_device_train_batch_size x --gradient_accumulation_steps": order.global_rows}
+    parts: dict[str, Stateful] = {"model": EngineState(trainer.engine)}
+    if reference:
+        parts["reference"] = reference
+    run = Run(
+        args, start.earlier, logger, data, sizes, parts, steps_per_epoch=len(order), frozen=start.frozen
+    )
+    eval_clock = IntervalClock(args.eval_interval, len(order))
 
     def evaluate(step: int) -> None:
-        is_due = step == logger.num_steps or step % len(batches) == 0
+        is_due = step == logger.num_steps or step % len(order) == 0
         if not len(held_out) or not (is_due or eval_clock.is_due(step)):
             return
         some = evaluation_batches(
             held_out,
-            batches.collate,
+            rows.collate,
             rows_per_batch=args.per_device_eval_batch_size,
             max_batches=args.eval_iters,
         )
@@ -221,12 +222,15 @@ def train(
 
     with startup.as_problem(start.problems):
         run.begin()  # the first to write: the model is there
-        prepare(run.step)
+        if reference:
+            needed = order.rows_until(logger.num_steps)
+            reference.compute(trainer, needed, is_begun=run.step > 0)
     if run.step == 0:
         for line in data.report.lines():
             logger.note(line)
         evaluate(0)
         run.point(0)
+    batches = rows.batches(trainer.is_packed)
     batches.num_drawn = run.step
 
     def train_step(step: int) -> None:

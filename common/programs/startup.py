@@ -1,55 +1,39 @@
-"""Start-up of every program before a model is loaded: quiet libraries, checks, tokenizer, one list of
-problems."""
+"""Start-up of every program before a model is loaded: flags, their problems in one list, data."""
 
 import contextlib
 import dataclasses
 import json
 import logging
 import os
-import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from common.data.data_options import DataOptions, check_sources
 from common.data.dialogue import Template
 from common.data.stage_datasets import StageData, build_data, preview_rows
-from common.data.tokenizer import load_tokenizer
 from common.engine.ds_config import effective_zero_stage, load_overrides
 from common.flags.args import Problems, parse_args
 from common.flags.groups import RunArguments
 from common.flags.optimizer import check_optimizer
 from common.flags.plugins import import_plugins
-from common.flags.problems import has_hub_form, no_effect_notes
-from common.flags.streams import settle_streams
+from common.flags.problems import no_effect_notes
 from common.models.fingerprint import changed_models, fingerprint
-from common.models.saved_adapters import base_of, is_adapter, tokenizer_of
 from common.models.transformers_internals import TRANSFORMERS
 from common.programs.conversation_form import find_template
 from common.programs.memory_check import check_memory
 from common.ranks import distributed, watchdog
 from common.ranks.deepspeed_internals import DEEPSPEED, require_version
-from common.ranks.failures import (
-    StepRefused,
-    TooManyBadSteps,
-    cure_of_write,
-    first_line,
-    has_lost_ranks,
-    say,
-)
+from common.ranks.failures import cure_of_write, has_lost_ranks
 from common.runs import run_files
-from common.runs.durable_files import SaveFailed, read_if_whole
-from common.runs.export import read_metadata
+from common.runs.durable_files import read_if_whole
 from common.runs.resume import EarlierRun, find_run, settle_dtype
-from common.runs.run import Stopped
-from common.runs.run_files import STOPPED
 from common.runs.run_logger import missing_trackers
 
 OF_A_GROUP = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -96,7 +80,8 @@ def finish_checks(start: Start, flag: str) -> None:
 
     Prints all problems and exits if there are any.
     """
-    args, problems = start.args, start.problems
+    args = start.args
+    problems = start.problems
     for problem in check_sources(start.options, start.tokenizer):
         problems.add(problem)
     name = getattr(args, flag.removeprefix("--"))
@@ -120,7 +105,8 @@ def check_run(args: RunArguments, problems: Problems) -> list[str]:
         with problems.catch():
             require_version(library, tested)
     notes = settle_dtype(args) + check_device(args.dtype, problems)
-    dtype, data_types = distributed.dtype_name(args.dtype), None
+    dtype = distributed.dtype_name(args.dtype)
+    data_types = None
     with problems.catch():
         data_types = load_overrides(args).get("data_types")
     sums = data_types.get("grad_accum_dtype") if isinstance(data_types, dict) else None
@@ -142,8 +128,8 @@ def check_environment(problems: Problems) -> bool:
     except ValueError:
         is_good = False
     shown = " ".join(f"{name}={value}" for name, value in given.items())
-    problems.check(
-        is_good,
+    problems.add_if(
+        not is_good,
         f"{shown} in the environment do not define a process group, which needs {', '.join(OF_A_GROUP)}, "
         "and RANK from 0 and below WORLD_SIZE; start with deepspeed or torchrun, or unset them for "
         "a single process",
@@ -157,13 +143,13 @@ def check_device(dtype: str, problems: Problems) -> list[str]:
     Chooses this rank's GPU; exits immediately if there is none for it.
     """
     if not distributed.has_gpu():
-        problems.check(dtype != "fp16", "--dtype fp16 needs a GPU; use fp32 or bf16 on a CPU")
+        problems.add_if(dtype == "fp16", "--dtype fp16 needs a GPU; use fp32 or bf16 on a CPU")
         return _check_hidden_gpu(problems) if distributed.has_hidden_gpu() else []
     rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     num_ranks = max(rank + 1, distributed.num_ranks_here())
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
-    problems.check(
-        num_ranks <= num_gpus,
+    problems.add_if(
+        num_ranks > num_gpus,
         f"{num_ranks} ranks on a machine with {num_gpus} visible GPUs (CUDA_VISIBLE_DEVICES {shown}); each "
         f"needs its own; start {num_gpus}: --num_gpus of deepspeed, --nproc_per_node of torchrun",
     )
@@ -173,7 +159,7 @@ def check_device(dtype: str, problems: Problems) -> list[str]:
     if dtype not in ("", "bf16") or distributed.computes_bf16():
         return []
     why = f"{torch.cuda.get_device_name()} emulates bf16, slower than fp32"
-    problems.check(not dtype, f"--dtype bf16: {why}; use fp16 or fp32")
+    problems.add_if(dtype, f"--dtype bf16: {why}; use fp16 or fp32")
     return [f"{why}: this runs in fp32; --dtype fp16 takes half the memory and less time"]
 
 
@@ -205,80 +191,10 @@ def check_offload(args: Any, dtype: str, problems: Problems, sums: str | None = 
         if offload in ("optimizer", "all") and effective_zero_stage(stage, dtype) == 0:
             problems.add(f"--{flag} {offload} needs --{name} 1, 2 or 3: stage 0 cannot offload")
         # Else DeepSpeed has another optimizer, or keeps the sums of a refused step.
-        problems.check(
-            sums in (None, dtype) or stage == 3 or (stage == 2 and offload in ("none", "param")),
+        problems.add_if(
+            sums not in (None, dtype) and stage != 3 and (stage != 2 or offload not in ("none", "param")),
             f"--ds_config {args.ds_config}: grad_accum_dtype {sums} needs --{name} 3, or 2 without --{flag}",
         )
-
-
-def check_model(
-    flag: str, name_or_path: str, args: Any, problems: Problems, *, takes_adapter: bool = False
-) -> Any:
-    """The model's configuration, or None after adding why the model cannot be loaded.
-
-    For a saved adapter, in programs that support them, it is that of its base.
-    """
-    if not name_or_path:
-        return None
-    folder = Path(name_or_path)
-    if closed := _closed_path(folder):
-        problems.add(f"{flag} {closed} cannot be read by this user; its owner can run chmod -R a+rX {folder}")
-        return None
-    try:
-        read_metadata(name_or_path)
-    except ValueError as error:
-        problems.add(f"{flag}: {error}; remove the file, or save the model again")
-        return None
-    if is_adapter(name_or_path):
-        if not takes_adapter:
-            problems.add(
-                f"{flag} {name_or_path} is an adapter without its base model, which this program does not "
-                "support; give the export/ folder of the run, where it is merged"
-            )
-            return None
-        flag = f"{flag} {name_or_path}, an adapter of"
-        with problems.catch():
-            return check_model(flag, base_of(name_or_path), args, problems)
-        return None
-    if folder.is_dir() and not (folder / "config.json").exists():
-        near = folder / "export"
-        is_run = (near / "config.json").exists()
-        cure = f"did you mean {near}?" if is_run else "give the folder that save_pretrained wrote"
-        problems.add(f"{flag} {folder} has no config.json, so it is not a model; {cure}")
-        return None
-    try:
-        return AutoConfig.from_pretrained(name_or_path, trust_remote_code=args.trust_remote_code)
-    except Exception as error:  # OSError, ValueError, KeyError ... by what is missing
-        is_absent = not has_hub_form(name_or_path) and not folder.is_dir()
-        why = "there is no such folder" if is_absent else first_line(error)
-        problems.add(f"{flag} {name_or_path} is neither a model folder nor an available hub model: {why}")
-        return None
-
-
-def _closed_path(folder: Path) -> Path | None:
-    """The first file in a model's folder that this user cannot read, or the folder itself."""
-    try:
-        files = sorted(folder.iterdir()) if folder.is_dir() else []
-    except PermissionError:
-        return folder
-    return next((file for file in files if not os.access(file, os.R_OK)), None)
-
-
-def check_tokenizer(
-    flag: str, name_or_path: str, args: Any, problems: Problems
-) -> PreTrainedTokenizerFast | None:
-    """The tokenizer with EOS and PAD set, or None after adding its problem."""
-    if not name_or_path:
-        return None
-    with problems.catch():
-        return load_tokenizer(
-            tokenizer_of(name_or_path),
-            eot_token=args.eot_token or None,
-            add_eot_token=args.add_eot_token,
-            trust_remote_code=args.trust_remote_code,
-            flag=flag,
-        )
-    return None
 
 
 def print_notes(args: Any, argv: Sequence[str] | None = None) -> None:
@@ -364,52 +280,3 @@ def _fix_orders_of_sums() -> None:
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
     torch.use_deterministic_algorithms(True)  # with warn_only torch's attention would stay as it is
     torch.utils.deterministic.fill_uninitialized_memory = False  # finds bugs, and costs a pass each
-
-
-def _leave_at_once(*_: Any) -> None:
-    """End the process; a KeyboardInterrupt would be lost inside a destructor or a C++ callback.
-
-    Waits for nothing: other threads and ranks may be inside a collective.
-    """
-    os.write(2, b"stopped by Ctrl-C\n")
-    run_files.release_lock(130)
-    os._exit(130)
-
-
-def run_program(program: Callable[[], None]) -> None:
-    """Run a program's main function.
-
-    Ctrl-C, a skipped step, an out-of-memory error and another rank's failure end it with one line and no
-    traceback.
-    """
-    settle_streams()
-    quiet_libraries()
-    watchdog.tell_phases()
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may have it ignored
-        signal.signal(signal.SIGINT, _leave_at_once)
-    code, cause = 0, None
-    try:
-        program()
-    except Stopped as stopped:
-        if distributed.is_main():
-            say(str(stopped))
-        code = STOPPED
-    except SystemExit as left:
-        code = left.code if isinstance(left.code, int) else int(left.code is not None)
-        cause = left.__context__  # what became a problem
-        raise
-    except (SaveFailed, StepRefused, TooManyBadSteps) as error:  # by all ranks alike
-        if distributed.is_main():
-            say(f"error: {error}")
-        watchdog.say_goodbye(3, error)
-        run_files.release_lock(3)
-        os._exit(3)
-    except Exception as error:
-        watchdog.leave_after(error)
-        code = 1
-        raise
-    finally:
-        distributed.stop(code, cause)
-        run_files.release_lock(code)
-    if code:
-        raise SystemExit(code)

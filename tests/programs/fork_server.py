@@ -107,7 +107,7 @@ def run_rank(request: dict[str, Any], rank: int, port: int) -> None:
     set_debug_level_from_env()  # torch was imported before
     code, gpu = 1, None
     try:
-        from common.programs import startup
+        from common.programs import running
         from common.runs import run_logger
 
         run_logger.draw_run = lambda *_: None  # a picture takes longer than a tiny run
@@ -116,7 +116,7 @@ def run_rank(request: dict[str, Any], rank: int, port: int) -> None:
         with contextlib.ExitStack() as stack:
             if "gpu" in request:
                 gpu = stack.enter_context(pretended_gpu(**request["gpu"]))
-            startup.run_program(lambda: run_jobs(request["jobs"]))
+            running.run_program(lambda: run_jobs(request["jobs"]))
         code = 0
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else 1 if left.code else 0

@@ -96,7 +96,7 @@ def run_here(step: int, values: dict[str, Any] | Sequence[str], *, module: str =
     program = importlib.import_module(f"{STEPS[step]}.{module}")
     try:
         program.main(words)
-    except SystemExit as left:  # as startup.run_program does for a process of its own
+    except SystemExit as left:  # as running.run_program does for a process of its own
         run_files.release_lock(left.code)
         raise
 

@@ -19,7 +19,7 @@ from common.generation.decode import DecodeGraphs, DecodeStep, SamplingOptions
 from common.generation.generate import Generator, _DecodeLoop
 from common.generation.inference_module import cut_module, share_weights
 from common.generation.tp_plans import build_cuts
-from common.programs import startup
+from common.programs import running, startup
 from common.ranks import distributed
 from common.runs.run import Stopped
 
@@ -182,7 +182,7 @@ def test_graphs_go_before_the_process_group(end, monkeypatch):
                 raise end
 
         with pytest.raises((SystemExit, RuntimeError)) if end else contextlib.nullcontext():
-            startup.run_program(program)
+            running.run_program(program)
     assert alive == [0]
 
 

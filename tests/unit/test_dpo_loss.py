@@ -2,12 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from test_global_batches import as_rank
 from test_packed_training import CUTS, check_same, gradients, pairs
 
-from common.data.global_batches import GlobalBatches
+from common.data.global_batches import EpochOrder, RowPlan
 from common.data.packed_batch import collate_pairs
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.policy_model import PolicyModel
@@ -153,9 +154,7 @@ def test_two_ranks_ask_about_each_row_once_in_as_many_passes(rows_per_batch, mon
 
 
 def test_rows_of_the_first_steps():
-    options = {"rows_per_micro_batch": 1, "accumulation": 3, "seed": 5, "group_by_length": True}
-    lengths = [(5,), (1,), (4,), (2,), (3,), (6,), (9,)]
-    batches = GlobalBatches(list(range(7)), list, row_lengths=lengths, **options)
-    first = [row for micro_batch in next(batches) for row in micro_batch]
-    assert batches.rows_until(1) == sorted(first) and batches.rows_until(0) == []
-    assert batches.rows_until(2) == batches.rows_until(9) == list(range(7))
+    longest = np.array([5, 1, 4, 2, 3, 6, 9])
+    order = EpochOrder(7, RowPlan(1, 3), 5, longest=longest)
+    assert order.rows_until(1) == sorted(order.rows_of(0)) and order.rows_until(0) == []
+    assert order.rows_until(2) == order.rows_until(9) == list(range(7))

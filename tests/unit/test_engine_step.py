@@ -28,7 +28,10 @@ def build(stage: int = 0, accumulation: int = 2, learning_rate: float = 0.1, sch
         model.weight.copy_(torch.tensor([[0.5, -0.25]]))
     return build_engine(
         model,
-        build_config(zero_stage=stage, gradient_accumulation_steps=accumulation, gradient_clipping=0.0),
+        build_config(
+            zero_stage=stage,
+            overrides={"gradient_accumulation_steps": accumulation, "gradient_clipping": 0.0},
+        ),
         SFTArguments(learning_rate=learning_rate, lr_scheduler_type=schedule),
         10,
     )
@@ -172,7 +175,7 @@ def test_the_rates_are_those_of_the_step_and_adapters_have_their_own(stage):
     model = torch.nn.ModuleDict({"plain": torch.nn.Linear(2, 1), "lora_a": torch.nn.Linear(2, 1)})
     engine = build_engine(
         model,
-        build_config(zero_stage=stage, gradient_accumulation_steps=2),
+        build_config(zero_stage=stage, overrides={"gradient_accumulation_steps": 2}),
         SFTArguments(learning_rate=0.1, lora_learning_rate=0.5, lr_scheduler_type="linear"),
         4,
     )
@@ -220,10 +223,8 @@ class Trained:
     """An engine, and steps on good and on bad batches."""
 
     def __init__(self, stage: int, dtype: str, offload: str, optimizer: str = "adamw", **more) -> None:
-        config = build_config(
-            zero_stage=stage, dtype=dtype, offload=offload, gradient_accumulation_steps=2,
-            gradient_clipping=0.5, **more,
-        )  # fmt: skip
+        overrides = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5} | more.pop("overrides", {})
+        config = build_config(zero_stage=stage, dtype=dtype, offload=offload, overrides=overrides, **more)
         args = SFTArguments(
             learning_rate=0.01, weight_decay=0.1, optimizer=optimizer, lr_scheduler_type="constant"
         )
@@ -343,8 +344,8 @@ def test_an_engine_in_fp16_halves_its_scale_and_raises_at_the_lowest(stage):
     """Gradients that overflow at every scale: steps are skipped down to scale 1, where it is an error."""
     with pretended_gpu():
         model = torch.nn.Linear(2, 1, bias=False)
-        overrides = {"fp16": {"initial_scale_power": 2, "hysteresis": 1}}
-        config = build_config(zero_stage=stage, dtype="fp16", gradient_clipping=0.0, overrides=overrides)
+        overrides = {"fp16": {"initial_scale_power": 2, "hysteresis": 1}, "gradient_clipping": 0.0}
+        config = build_config(zero_stage=stage, dtype="fp16", overrides=overrides)
         engine = build_engine(model.half(), config, SFTArguments(learning_rate=0.1), 10)
         (weight,) = engine.module.parameters()
         before, scales = weight.detach().clone(), []

@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.data.global_batches import (
-    OVERHEAD_TOKENS,
+    EpochOrder,
     GlobalBatches,
+    Groups,
+    RowPlan,
     evaluation_batches,
     keep_together,
-    plan_micro_batches,
 )
+from common.data.micro_batches import OVERHEAD_TOKENS, TokenPlan, plan_micro_batches
 from common.ranks import distributed
 
 ROWS = list(range(50))
@@ -31,35 +33,41 @@ def as_rank(rank: int, world_size: int) -> Iterator[None]:
         yield
 
 
+def build_batches(rows, plan: RowPlan, lengths=(), *, groups=None, is_sorted=False, max_tokens=0):
+    """Batches by seed 3, cut by tokens where there is a cap."""
+    lengths = np.array(lengths, dtype=np.int32)
+    longest = lengths.max(axis=1) if is_sorted else None
+    order = EpochOrder(len(rows), plan, 3, groups, longest)
+    return GlobalBatches(rows, list, order, TokenPlan(lengths, max_tokens) if max_tokens else plan)
+
+
 def global_rows(rows: int, accumulation: int, world_size: int, **more) -> list[list[int]]:
     """The rows of each step of an epoch, over all ranks and micro-batches, in their global order."""
     steps: list[list[list[int]]] = []
     for rank in range(world_size):
         with as_rank(rank, world_size):
-            batches = GlobalBatches(
-                ROWS, list, rows_per_micro_batch=rows, accumulation=accumulation, seed=3, **more
-            )
-        batches.num_drawn = len(batches)  # the second epoch
-        for step in range(len(batches)):
-            if rank == 0:
-                steps.append([[]] * (accumulation * world_size))
-            for index, micro_batch in enumerate(next(batches)):
-                assert len(micro_batch) == rows
-                steps[step][index * world_size + rank] = micro_batch
+            batches = build_batches(ROWS, RowPlan(rows, accumulation), **more)
+            batches.num_drawn = len(batches)  # the second epoch
+            for step in range(len(batches)):
+                if rank == 0:
+                    steps.append([[]] * (accumulation * world_size))
+                for index, micro_batch in enumerate(next(batches)):
+                    assert len(micro_batch) == rows
+                    steps[step][index * world_size + rank] = micro_batch
     return [[row for part in parts for row in part] for parts in steps]
 
 
 @pytest.mark.parametrize(("rows", "accumulation", "world_size"), [(4, 2, 1), (4, 1, 2), (2, 2, 2), (1, 2, 4)])
 @pytest.mark.parametrize("lengths", [(), [((7 * i) % 23,) for i in ROWS]])
 def test_a_step_has_the_same_rows_however_they_are_dealt(rows, accumulation, world_size, lengths):
-    grouped = {"row_lengths": lengths, "group_by_length": bool(lengths)}
+    grouped = {"lengths": lengths, "is_sorted": bool(lengths)}
     expected = global_rows(8, 1, 1, **grouped)
     assert global_rows(rows, accumulation, world_size, **grouped) == expected
     assert len(expected) == 6 and len({row for step in expected for row in step}) == 48
 
 
 def test_epochs_differ_and_an_epoch_can_begin_in_its_middle():
-    batches = GlobalBatches(ROWS, list, rows_per_micro_batch=8, seed=3)
+    batches = build_batches(ROWS, RowPlan(8))
     steps = [next(batches) for _ in range(12)]
     assert len(batches) == 6 and steps[:6] != steps[6:]
     for num_drawn in (0, 1, 5, 6, 11):
@@ -71,7 +79,7 @@ def test_epochs_differ_and_an_epoch_can_begin_in_its_middle():
 def test_grouping_by_length_brings_like_rows_together_in_mixed_order():
     lengths = [(7 * i) % 23 for i in ROWS]
     plain = global_rows(8, 1, 1)
-    grouped = global_rows(8, 1, 1, row_lengths=[(n,) for n in lengths], group_by_length=True)
+    grouped = global_rows(8, 1, 1, lengths=[(n,) for n in lengths], is_sorted=True)
 
     def padding(steps):
         return sum(max(lengths[r] for r in step) - lengths[r] for step in steps for r in step)
@@ -84,7 +92,7 @@ def test_grouping_by_length_brings_like_rows_together_in_mixed_order():
 def test_too_few_rows_for_one_batch_is_an_error_with_the_arithmetic():
     told = "50 rows, fewer than one global batch of 64 = 16 rows x 2 .* x 2 ranks"
     with as_rank(0, 2), pytest.raises(ValueError, match=told):
-        GlobalBatches(ROWS, list, rows_per_micro_batch=16, accumulation=2)
+        build_batches(ROWS, RowPlan(16, 2))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -237,19 +245,17 @@ def draw_epochs(rows: int, world_size: int, num_steps: int, **more) -> list[list
     steps: list[list[dict]] = [[] for _ in range(num_steps)]
     for rank in range(world_size):
         with as_rank(rank, world_size):
-            batches = GlobalBatches(
-                [{"row": i} for i in range(len(GROUPS))], list, rows_per_micro_batch=rows, seed=3,
-                groups=GROUPS, max_of_group=3, **more,
-            )  # fmt: skip
-        for step in steps:
-            step += [row for micro_batch in next(batches) for row in micro_batch]
+            data = [{"row": i} for i in range(len(GROUPS))]
+            batches = build_batches(data, RowPlan(rows), groups=Groups(GROUPS, 3), **more)
+            for step in steps:
+                step += [row for micro_batch in next(batches) for row in micro_batch]
     return steps
 
 
 @pytest.mark.parametrize("by_length", [False, True])
 def test_every_epoch_draws_anew_and_a_prompts_pairs_stay_in_one_batch(by_length):
     lengths = [((7 * i) % 23,) for i in range(len(GROUPS))]
-    more = {"row_lengths": lengths, "group_by_length": by_length}
+    more = {"lengths": lengths, "is_sorted": by_length}
     steps = draw_epochs(9, 1, 15, **more)  # 27 rows an epoch: 3 steps
     epochs = [sum(steps[i : i + 3], []) for i in range(0, 15, 3)]
     seen = [sorted(row["row"] for row in epoch) for epoch in epochs]
@@ -269,38 +275,34 @@ def test_every_epoch_draws_anew_and_a_prompts_pairs_stay_in_one_batch(by_length)
     assert [sorted(r["row"] for r in s) for s in draw_epochs(3, 3, 15, **more)] == [
         sorted(r["row"] for r in s) for s in steps
     ]
-    batches = GlobalBatches(
-        ROWS[:31], list, rows_per_micro_batch=9, seed=3, groups=GROUPS, max_of_group=3, **more
-    )  # fmt: skip
-    batches._read = lambda i: i
-    batches.num_drawn = 4
-    assert next(batches) == [[row["row"] for row in steps[4]]]
+    order = build_batches(ROWS[:31], RowPlan(9), groups=Groups(GROUPS, 3), **more).order
+    assert order.rows_of(4) == [row["row"] for row in steps[4]]
 
 
 def test_rows_until_has_what_the_epochs_draw():
-    batches = GlobalBatches(ROWS[:31], list, rows_per_micro_batch=9, seed=3, groups=GROUPS, max_of_group=3)
-    batches._read = lambda i: i
+    order = EpochOrder(31, RowPlan(9), 3, Groups(GROUPS, 3))
     read: set[int] = set()
-    for step in range(1, 8):
-        read.update(*next(batches))
-        assert batches.rows_until(step) == sorted(read)
+    for step in range(7):
+        read.update(order.rows_of(step))
+        assert order.rows_until(step + 1) == sorted(read)
 
 
 def test_single_rows_are_as_without_groups():
-    plain = GlobalBatches(ROWS, list, rows_per_micro_batch=8, seed=3)
-    grouped = GlobalBatches(ROWS, list, rows_per_micro_batch=8, seed=3, groups=ROWS, max_of_group=1)
+    plain = build_batches(ROWS, RowPlan(8))
+    grouped = build_batches(ROWS, RowPlan(8), groups=Groups(ROWS, 1))
     assert [next(plain) for _ in range(9)] == [next(grouped) for _ in range(9)]
 
 
 def bytes_of(number: int) -> np.ndarray:
     """What so many pairs keep, and what they take at most while an epoch is drawn."""
     generator, rows = np.random.default_rng(0), [{}] * number
-    more = {"groups": generator.integers(0, number // 3, number), "max_of_group": 2, "max_tokens": 10**6}
+    numbers = generator.integers(0, number // 3, number)
     tracemalloc.start()
     try:
-        more["row_lengths"] = generator.integers(9, 300, (number, 2)).astype(np.int32)
-        more["shared_lengths"] = np.zeros(number, np.int32)
-        batches = GlobalBatches(rows, list, rows_per_micro_batch=64, **more)
+        order = EpochOrder(number, RowPlan(64), groups=Groups(numbers, 2))
+        lengths = generator.integers(9, 300, (number, 2)).astype(np.int32)
+        plan = TokenPlan(lengths, 10**6, shared_lengths=np.zeros(number, np.int32))
+        batches = GlobalBatches(rows, list, order, plan)
         next(batches)
         return np.array(tracemalloc.get_traced_memory())
     finally:

@@ -268,12 +268,14 @@ def measure_engine(
         ).train()
         num_params = sum(p.numel() for p in model.parameters())
         # A bucket of the model's size: on a CPU no more of it would ever be written to.
-        zero = {"zero_optimization": {"reduce_bucket_size": num_params}}
+        overrides = {
+            "zero_optimization": {"reduce_bucket_size": num_params},
+            "gradient_accumulation_steps": 2,
+        }
         flags = SFTArguments(optimizer=optimizer, gradient_accumulation_steps=2)
         config = build_config(
-            zero_stage=stage, dtype=dtype, gradient_accumulation_steps=2, overrides=zero,
-            optimizer_dtype=optimizer_dtype,
-        )  # fmt: skip
+            zero_stage=stage, dtype=dtype, overrides=overrides, optimizer_dtype=optimizer_dtype
+        )
         engine = build_engine(model, config, flags, 10)
         del model
         ids = torch.zeros(rows * length, dtype=torch.int64)

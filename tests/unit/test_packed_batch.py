@@ -144,16 +144,22 @@ ONE = torch.ones(1)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: PackedBatch.build("ab", {"x": [ONE]}), "key 'x': lengths must be int64 on the CPU for 2"),
-        (lambda: PackedBatch.build("ab", {"x": [ONE, ONE.long()]}), "key 'x': sequences differ: torch.float"),
-        (lambda: example().select([0, 0]), "id 'a' occurs twice"),
+        (
+            lambda: PackedBatch.build("ab", {"x": [ONE]}),
+            "key 'x': lengths are (torch.int64, 'cpu', torch.Size([1]))",
+        ),
+        (
+            lambda: PackedBatch.build("ab", {"x": [ONE, ONE.long()]}),
+            "key 'x': one kind of sequences is needed",
+        ),
+        (lambda: example().select([0, 0]), "an id occurs twice"),
         (lambda: example().pad("z"), "key 'z' is not among ['prompt', 'response']"),
-        (lambda: example().numbers("prompt"), "key 'prompt': not one number an item, but lengths [3, 1]"),
-        (lambda: example().with_numbers("n", torch.ones(3)), "key 'n': lengths add up to 2, data are (3,)"),
+        (lambda: example().numbers("prompt"), "key 'prompt': lengths [3, 1], not 1"),
+        (lambda: example().with_numbers("n", torch.ones(3)), "key 'n': lengths [1, 1], data (3,)"),
     ],
 )
 def test_errors_name_the_key(call, message):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(AssertionError) as error:
         call()
     assert message in str(error.value)
 

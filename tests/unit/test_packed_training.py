@@ -2,23 +2,23 @@
 
 import sys
 from types import SimpleNamespace
-from unittest.mock import MagicMock, Mock
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from rollout_batches import make_rollout_batch
-from test_global_batches import as_rank
+from test_global_batches import as_rank, build_batches
 
 from common.data import packed_batch
-from common.data.global_batches import GlobalBatches, evaluation_batches
+from common.data.global_batches import Groups, RowPlan, evaluation_batches
+from common.data.micro_batches import TokenPlan
 from common.data.packed_batch import collate_pairs, collate_sft
 from common.flags.value_forms import TokenCaps
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.policy_model import PolicyModel, compute_nll_sum, count_targets
 from common.models.value_model import load_value_model
 from common.programs import single_model
-from common.programs.startup import Start
 from common.ranks import distributed
 from common.ranks.step_costs import StepCosts
 from step1_sft.arguments import SFTArguments
@@ -243,11 +243,9 @@ def test_a_budget_cuts_the_same_global_batches(world_size):
         of_ranks = []
         for rank in range(world_size):
             with as_rank(rank, world_size):
-                batches = GlobalBatches(
-                    rows, lambda part: [row["row_id"] for row in part], seed=3,
-                    rows_per_micro_batch=rows_per_micro_batch, row_lengths=lengths, max_tokens=max_tokens,
-                )  # fmt: skip
-            of_ranks.append([next(batches) for _ in range(len(batches))])
+                batches = build_batches(rows, RowPlan(rows_per_micro_batch), lengths, max_tokens=max_tokens)
+                steps = [next(batches) for _ in range(len(batches))]
+            of_ranks.append([[[row["row_id"] for row in part] for part in step] for step in steps])
         assert len({tuple(map(len, steps)) for steps in of_ranks}) == 1, "as many on each rank"
         return [[m for part in step for m in part] for step in zip(*of_ranks, strict=True)]
 
@@ -263,13 +261,14 @@ def test_a_budget_cuts_the_same_global_batches(world_size):
 def test_a_pass_of_pairs_computes_no_more_tokens_than_its_cap(is_packed, cap, sizes):
     """Counted in what the model is given: padded twice 13, 10, 20, 9 and 12; packed 15, 12, 23, 13 and 17."""
     rows = pairs()
-    batches = GlobalBatches(
-        rows, collate_pairs, rows_per_micro_batch=5, max_tokens=cap,
-        row_lengths=[(len(row["chosen_ids"]), len(row["rejected_ids"])) for row in rows],
-        shared_lengths=[shared_length(row) for row in rows],
-    )  # fmt: skip
-    batches.is_packed = is_packed
-    made = [build_pair_inputs(part, is_packed=is_packed, shares_prompts=is_packed) for part in next(batches)]
+    plan = TokenPlan(
+        np.array([(len(row["chosen_ids"]), len(row["rejected_ids"])) for row in rows]),
+        cap,
+        is_packed,
+        shared_lengths=np.array([shared_length(row) for row in rows]),
+    )
+    parts = [collate_pairs([rows[i] for i in items]) for items in plan.cut(list(range(5)))]
+    made = [build_pair_inputs(part, is_packed=is_packed, shares_prompts=is_packed) for part in parts]
     assert sorted(inputs.input_ids.numel() for _, _, inputs in made) == sizes
 
 
@@ -286,20 +285,14 @@ def test_a_pass_of_pairs_computes_no_more_tokens_than_its_cap(is_packed, cap, si
 )
 def test_a_cpu_cuts_large_steps_by_itself(is_packed, has_gpu, flag, rows, expected, monkeypatch):
     monkeypatch.setattr(single_model, "CPU_PASS_TOKENS", 24)
-    monkeypatch.setattr(single_model, "runs_packed", lambda *_: is_packed)
     monkeypatch.setattr(distributed, "has_gpu", lambda: has_gpu)
-    for name in ("build_engine", "build_logger"):
-        monkeypatch.setattr(single_model, name, Mock())
     args = SFTArguments(
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=5 // rows,
         max_tokens_per_micro_batch=TokenCaps(f"{flag}"),
     )
-    dataset = MagicMock()
-    dataset.__len__.return_value, dataset.__getitem__.side_effect = 5, range(5).__getitem__
-    dataset.lengths.return_value = np.array([sum(of_row) for of_row in LENGTHS])
-    batches = single_model.build_global_batches(args, dataset, list, ["input_ids"])
-    single_model.build_trainer(SFTTrainer, Start(args, None, None), Mock(), batches, 1)
+    lengths = [[sum(of_row) for of_row in LENGTHS]]
+    batches = single_model.TrainingRows(args, range(5), list, lengths).batches(is_packed)
     assert sorted(map(sorted, next(batches))) == expected
 
 
@@ -330,16 +323,11 @@ def test_what_rows_of_a_conversation_begin_with_is_computed_once(max_tokens, tin
         return forward(self, inputs, *args, **kwargs)
 
     monkeypatch.setattr(PolicyModel, "forward", spy)
-    batches = GlobalBatches(
-        rows,
-        collate_sft,
-        rows_per_micro_batch=6,
-        row_lengths=[(len(row["input_ids"]),) for row in rows],
-        groups=[row["conversation"] for row in rows],
-        max_tokens=max_tokens,
-    )
-    batches.is_packed = True
-    micro_batches = next(batches)
+    groups = Groups([row["conversation"] for row in rows])
+    args = SFTArguments(per_device_train_batch_size=6, max_tokens_per_micro_batch=TokenCaps(f"{max_tokens}"))
+    lengths = [[len(row["input_ids"]) for row in rows]]
+    training_rows = single_model.TrainingRows(args, rows, collate_sft, lengths, groups)
+    micro_batches = next(training_rows.batches(is_packed=True))
     assert len(micro_batches) == (1 if not max_tokens else 2 + (max_tokens < 48))
     losses = [compute_nll_sum(model, batch, is_packed=True) for batch in micro_batches]
     torch.testing.assert_close(sum(losses), sum(alone), rtol=1e-5, atol=1e-5)

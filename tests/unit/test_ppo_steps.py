@@ -45,7 +45,7 @@ def linear_losses(process_group):
         with torch.no_grad():
             model.weight.copy_(torch.tensor(START))
         args = SFTArguments(learning_rate=0.1, lr_scheduler_type="constant")
-        engine = build_engine(model, build_config(gradient_clipping=0.0), args, 10)
+        engine = build_engine(model, build_config(overrides={"gradient_clipping": 0.0}), args, 10)
         columns = {"loss_counts": [torch.ones(1)], "loss_mask": [torch.ones(1).bool()]}
         batches = [PackedBatch.build([0], columns)]
         roles = SimpleNamespace(actor=SimpleNamespace(model=engine), critic=None)

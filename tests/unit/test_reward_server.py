@@ -40,7 +40,7 @@ RESPONSES = [" I am fine, thank you.", "", " jumps over the lazy dog"]
 def load_scorer(export: str, **flags) -> serve.RewardScorer:
     problems = Problems()
     args = serve.ServeArguments(model_name_or_path=export, dtype="fp32", batch_size=2, **flags)
-    tokenizer = serve.startup.check_tokenizer("--model_name_or_path", export, args, problems)
+    tokenizer = serve.model_checks.check_tokenizer("--model_name_or_path", export, args, problems)
     template, _ = serve.conversation_form.find_template("", export, args, tokenizer, problems)
     return serve.load_scorer(args, template)
 

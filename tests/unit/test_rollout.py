@@ -102,7 +102,7 @@ def build(
 class EndlessPrompts:
     """The same three prompts every time."""
 
-    num_drawn, global_rows = 0, 3
+    num_drawn, order = 0, SimpleNamespace(global_rows=3)
 
     def __next__(self):
         rows = []

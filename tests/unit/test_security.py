@@ -23,7 +23,7 @@ from common.data.tokenizer import load_tokenizer
 from common.flags.args import Problems
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.value_model import has_saved_head, load_value_model
-from common.programs import startup
+from common.programs import model_checks
 from common.runs.saved_state import TensorReader
 from step1_sft.arguments import SFTArguments
 from step3_ppo.arguments import PPOArguments
@@ -194,7 +194,7 @@ def test_code_that_comes_with_a_model_is_off_unless_asked(tmp_path, proof, model
 
     args, problems = SFTArguments(model_name_or_path=str(folder)), Problems()
     assert args.trust_remote_code is False
-    assert startup.check_model("--model_name_or_path", str(folder), args, problems) is None
+    assert model_checks.check_model("--model_name_or_path", str(folder), args, problems) is None
     assert "--model_name_or_path" in problems.messages[0] and "custom code" in problems.messages[0]
     assert has_saved_head(str(folder)) is True, "from the plain file"
     try:  # what the folder's own tokenizer is not needed for may be read

@@ -16,7 +16,7 @@ from common.data.example import Message
 from common.flags.args import Problems
 from common.models import model_flops
 from common.models.transformers_internals import TRANSFORMERS
-from common.programs import startup
+from common.programs import model_checks
 from common.programs.conversation_form import describe_form, find_template
 from common.programs.startup import OF_A_GROUP, check_device, check_environment, check_run
 from common.ranks import distributed
@@ -290,7 +290,7 @@ def test_a_gpu_that_torch_does_not_see_is_a_problem_unless_it_is_hidden(
 def test_a_record_of_another_form_is_named(text, tmp_path):
     (tmp_path / "triptych.json").write_text(text, encoding="latin-1")
     problems = Problems()
-    assert startup.check_model("--model_name_or_path", str(tmp_path), SFTArguments(), problems) is None
+    assert model_checks.check_model("--model_name_or_path", str(tmp_path), SFTArguments(), problems) is None
     (problem,) = problems.messages
     assert str(tmp_path / "triptych.json") in problem and "remove the file" in problem
 
@@ -309,7 +309,7 @@ def test_what_may_not_be_read_is_named_with_its_path(closed, tiny_model_folder, 
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != closed and access(path, mode))
     monkeypatch.setattr(Path, "iterdir", refuse)
     problems = Problems()
-    assert startup.check_model("--model_name_or_path", str(folder), SFTArguments(), problems) is None
+    assert model_checks.check_model("--model_name_or_path", str(folder), SFTArguments(), problems) is None
     assert problems.messages == [
         f"--model_name_or_path {folder / closed} cannot be read by this user; "
         f"its owner can run chmod -R a+rX {folder}"

@@ -12,7 +12,7 @@ from right_or_wrong import close, forms, judge
 from rollout_batches import PADDING, fill, make_rollout_batch, random_batch
 from test_global_batches import as_rank
 
-from common.data.global_batches import GlobalBatches
+from common.data.global_batches import GlobalBatches, RowPlan
 from common.data.packed_batch import PackedBatch
 from common.engine.ds_config import build_config, build_engine
 from common.models.loading import ModelOptions, load_causal_lm
@@ -238,7 +238,7 @@ def make_trainer(rows=5):
     scores = Scorer([], {"judge": object.__new__(JudgeReward)})
     return SimpleNamespace(
         rollout=Rollout(PPOArguments(), roles, scores),
-        prompts=GlobalBatches(range(99), list, rows_per_micro_batch=1),
+        prompts=GlobalBatches.by_rows(range(99), list, RowPlan(1)),
         losses=SimpleNamespace(pretraining=None),
         kl_controller=KLController(0.1, 6.0),
         value_normaliser=ValueNormaliser("ma"),

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(
         ReportArguments, argv, description=__doc__.splitlines()[0], problems=problems, leading="run_dir"
     )
-    problems.check(bool(args.run_dir), "no run is named: give --output_dir of one or several")
+    problems.add_if(not args.run_dir, "no run is named: give --output_dir of one or several")
     problems.exit_if_any()
     folders = [Path(name) for name in args.run_dir]
     output = Path(args.output or (folders[0] / REPORT if len(folders) == 1 else REPORT)).absolute()

@@ -1,0 +1,64 @@
+"""Running a program: signals, failures, exit codes."""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from common.flags.streams import settle_streams
+from common.programs.startup import quiet_libraries
+from common.ranks import distributed, watchdog
+from common.ranks.failures import StepRefused, TooManyBadSteps, say
+from common.runs import run_files
+from common.runs.durable_files import SaveFailed
+from common.runs.run import Stopped
+from common.runs.run_files import STOPPED
+
+
+def _leave_at_once(*_: Any) -> None:
+    """End the process; a KeyboardInterrupt would be lost inside a destructor or a C++ callback.
+
+    Waits for nothing: other threads and ranks may be inside a collective.
+    """
+    os.write(2, b"stopped by Ctrl-C\n")
+    run_files.release_lock(130)
+    os._exit(130)
+
+
+def run_program(program: Callable[[], None]) -> None:
+    """Run a program's main function.
+
+    Ctrl-C, a skipped step, an out-of-memory error and another rank's failure end it with one line and no
+    traceback.
+    """
+    settle_streams()
+    quiet_libraries()
+    watchdog.tell_phases()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may have it ignored
+        signal.signal(signal.SIGINT, _leave_at_once)
+    code, cause = 0, None
+    try:
+        program()
+    except Stopped as stopped:
+        if distributed.is_main():
+            say(str(stopped))
+        code = STOPPED
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        cause = left.__context__  # what became a problem
+        raise
+    except (SaveFailed, StepRefused, TooManyBadSteps) as error:  # by all ranks alike
+        if distributed.is_main():
+            say(f"error: {error}")
+        watchdog.say_goodbye(3, error)
+        run_files.release_lock(3)
+        os._exit(3)
+    except Exception as error:
+        watchdog.leave_after(error)
+        code = 1
+        raise
+    finally:
+        distributed.stop(code, cause)
+        run_files.release_lock(code)
+    if code:
+        raise SystemExit(code)
