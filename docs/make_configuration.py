@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(ROOT)
 
-from common.flags.args import field_type
+from common.flags.args import default_of, field_type
 from common.flags.groups import CheckpointArguments
 from common.flags.other_names import IGNORED, OLDER_NAMES, SWITCHES
 from common.flags.problems import describe_range
@@ -156,7 +156,7 @@ def _table(group: type, is_resumed: bool) -> list[str]:
 def _default(field: dataclasses.Field) -> str:
     if field.metadata["required"]:
         return "required"
-    value = field.default_factory() if field_type(field)[1] else field.default
+    value = default_of(field)
     if value is None or value == "" or value == []:
         return "empty"
     if isinstance(value, list):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from common.flags.args import flag
+from common.flags.args import flag, same_flag
 from common.flags.groups import (
     CheckpointArguments,
     DataArguments,
@@ -71,9 +71,6 @@ class RolloutArguments:
     dynamic_sampling_rounds: int = flag(
         0, "DAPO: replace prompts whose responses all have the same score, in up to N rounds per step", low=0
     )
-    num_warmup_steps: int = flag(
-        100, "optimizer steps of linear warm-up", low=0, only_with="lr_scheduler_type!=constant"
-    )
 
 
 @dataclass
@@ -123,7 +120,6 @@ class ScoreArguments:
         "none",
         "whiten scores before clipping, over the step (batch) or over the responses to each prompt (group)",
         choices=("none", "batch", "group"),
-        const="batch",
     )
     length_reward_tokens: int = flag(
         0,
@@ -381,20 +377,9 @@ class PPOArguments(
 ):
     """PPO."""
 
-    eval_fraction: float = flag(
-        0.0,
-        "fraction of the prompts of a data set to hold out if it has no evaluation split",
-        low=0,
-        below=1,
-        is_usual=True,
-    )
-    save_interval: Interval = flag(
-        Interval("20"),
-        "save a checkpoint every N PPO steps, every epoch, or at a time interval such as 30m, and at the "
-        "end; 0: only when the run is stopped",
-        may_change=True,
-        is_usual=True,
-    )
+    eval_fraction: float = same_flag(DataArguments, "eval_fraction", 0.0)
+    num_warmup_steps: int = same_flag(ScheduleArguments, "num_warmup_steps", 100)
+    save_interval: Interval = same_flag(CheckpointArguments, "save_interval", Interval("20"))
 
     @property
     def samples_per_step(self) -> int:

@@ -97,6 +97,9 @@ class ScheduleArguments:
         "learning-rate schedule",
         choices=SCHEDULES,
     )
+    num_warmup_steps: int = flag(
+        0, "optimizer steps of linear warm-up", low=0, only_with="lr_scheduler_type!=constant"
+    )
 
 
 @dataclass
@@ -149,7 +152,6 @@ class RunArguments:
         "none",
         "what to offload to the CPU: optimizer state, parameters (ZeRO-3 only) or all; without a value: all",
         choices=("none", "optimizer", "param", "all"),
-        const="all",
         may_change=True,
     )
     gradient_clipping: float = flag(1.0, "maximum global gradient norm; 0: no clipping", low=0)

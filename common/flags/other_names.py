@@ -22,6 +22,9 @@ SWITCHES = {
     "overwrite_output_dir": ("resume", "overwrite"),
 }
 
+# Switches of DeepSpeed-Chat that take a value now: the value of one that is given without.
+WITHOUT_VALUE = {"offload": "all", "critic_offload": "all", "whiten_scores": "batch"}
+
 
 def rename_flags(saved: dict[str, Any]) -> dict[str, Any]:
     """The flags of a run saved by an earlier version, under their present names and with those that its
