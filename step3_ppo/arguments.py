@@ -64,6 +64,12 @@ class RolloutArguments:
     per_device_training_batch_size: int = flag(
         16, "samples per rank and micro-batch", may_change=True, low=1, is_usual=True
     )
+    max_tokens_per_scoring_pass: int = flag(
+        0,
+        "token budget of a pass without gradients; 0: that of --max_tokens_per_micro_batch",
+        may_change=True,
+        low=0,
+    )
     ppo_epochs: int = flag(1, "passes over the samples of a step, reshuffled each time", low=1)
     rollout_staleness: int = flag(
         0, "train on rollouts that are N steps old (asynchronous RL)", low=0, high=2**10

@@ -117,12 +117,13 @@ def check_flags(args: PPOArguments, num_ranks: int, dtype: str, problems: Proble
         samples % update == 0,
         f"{sampled} = {samples} samples per rank must be a multiple of {trained} = {update}",
     )
-    caps, longest = args.max_tokens_per_micro_batch, args.max_prompt_seq_len + args.max_answer_seq_len
-    problems.check(
-        min(caps.train or longest, caps.score or longest) >= longest,
-        f"--max_tokens_per_micro_batch {caps} is less than the longest sequence, "
-        f"{given('max_prompt_seq_len', 'max_answer_seq_len', by=' + ')}; raise it to at least {longest}",
-    )
+    longest = args.max_prompt_seq_len + args.max_answer_seq_len
+    for name in ("max_tokens_per_micro_batch", "max_tokens_per_scoring_pass"):
+        problems.check(
+            not 0 < getattr(args, name) < longest,
+            f"{given(name)} is less than the longest sequence, "
+            f"{given('max_prompt_seq_len', 'max_answer_seq_len', by=' + ')}; raise it to at least {longest}",
+        )
     with problems.catch():
         parse_correction(args.rollout_correction)
     problems.check(

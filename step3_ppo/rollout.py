@@ -47,9 +47,10 @@ class Rollout:
         self.environments = scores.environments
         most = args.per_device_training_batch_size * (args.max_prompt_seq_len + args.max_answer_seq_len)
         actor = roles.actor
-        caps, layout = args.max_tokens_per_micro_batch, (actor.is_packed, actor.shares_prompts)
-        self.cap = TokenCap(caps.train or most, *layout)
-        self.score_cap = TokenCap(caps.score or most, *layout)
+        layout = (actor.is_packed, actor.shares_prompts)
+        max_tokens = args.max_tokens_per_micro_batch or most
+        self.cap = TokenCap(max_tokens, *layout)
+        self.score_cap = TokenCap(args.max_tokens_per_scoring_pass or max_tokens, *layout)
         self.needs_greedy = needs_greedy
         self.refilled_fraction = 0.0  # of the last batch's groups
         self.source = "recompute" if args.replay_sampling_support else args.old_logprobs

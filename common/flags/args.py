@@ -18,7 +18,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from common.flags.other_names import IGNORED, OLDER_NAMES, REMOVED, SWITCHES, WITHOUT_VALUE
+from common.flags.other_names import IGNORED, OLDER_NAMES, REMOVED, SWITCHES, WITHOUT_VALUE, split_values
 from common.flags.problems import KINDS, RANGE, Problems, describe_range, is_usable, shortened
 
 MOST_SHOWN = 40  # flags of a program that --help shows all of
@@ -79,6 +79,14 @@ def field_type(field: dataclasses.Field) -> tuple[type, bool]:
     if isinstance(annotation, types.UnionType):
         annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
     return annotation, False
+
+
+def typed(field: dataclasses.Field, value: Any) -> Any:
+    """A saved value in the present type of a flag, which may have been another one. Raises ValueError."""
+    scalar, is_list = field_type(field)
+    if is_list or value is None or isinstance(value, scalar):
+        return value
+    return scalar(str(value))
 
 
 def _build_parser(cls: type, description: str, *, shows_all: bool) -> argparse.ArgumentParser:
@@ -173,6 +181,7 @@ def parse_args(
         problems.exit_if_any()
     given = vars(words)
     _apply_switches(given, problems)
+    problems.notes += split_values(given, cls.__dataclass_fields__)
     # Words behind an unknown flag are its values.
     for word in [word for word in unknown if word.startswith("-")] or unknown:
         _add_unknown(shortened(word), list(cls.__dataclass_fields__), problems)

@@ -3,6 +3,8 @@
 A program takes a name whose flag it has, and every program that loads a tokenizer what has no effect.
 """
 
+import re
+from collections.abc import Collection
 from typing import Any
 
 # In DeepSpeed-Chat's scripts of one time or another; taken wherever no flag of now has that name.
@@ -25,12 +27,35 @@ SWITCHES = {
 # Switches of DeepSpeed-Chat that take a value now: the value of one that is given without.
 WITHOUT_VALUE = {"offload": "all", "critic_offload": "all", "whiten_scores": "batch"}
 
+# Values that hold several numbers or words, each of which is a flag now: the groups are these flags.
+OLDER_FORMS = {
+    "max_tokens_per_micro_batch": r"(?P<max_tokens_per_micro_batch>\d+),(?P<max_tokens_per_scoring_pass>\d+)",
+    "optimizer": r"(?P<optimizer>muon):(?P<muon_learning_rate>.+)",
+}
 
-def rename_flags(saved: dict[str, Any]) -> dict[str, Any]:
-    """The flags of a run saved by an earlier version, under their present names and with those that its
+
+def split_values(flags: dict[str, Any], names: Collection[str]) -> list[str]:
+    """Replace values in one of the `OLDER_FORMS` by the flags that say the same, where a program has all of
+    them in its `names`; return a note for each.
+    """
+    notes = []
+    for name, form in OLDER_FORMS.items():
+        match = re.fullmatch(form, str(flags.get(name, "")))
+        groups = match.groupdict() if match else {}
+        parts = {part: value.strip() for part, value in groups.items() if value is not None}
+        if parts.keys() - {name} and parts.keys() <= set(names):
+            words = " ".join(f"--{part} {value}" for part, value in parts.items())
+            notes.append(f"--{name} {flags.pop(name)} is an older spelling; write {words}")
+            flags |= parts
+    return notes
+
+
+def rename_flags(saved: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The flags of a run saved by an earlier version, under their present `names` and with those that its
     switches set.
     """
     flags = dict(saved)
+    split_values(flags, names)
     if flags.get("disable_dropout"):
         flags["dropout"] = 0.0
     if flags.get("enable_ema") is False:
@@ -41,9 +66,6 @@ def rename_flags(saved: dict[str, Any]) -> dict[str, Any]:
         flags["whiten_scores"] = "batch" if flags["whiten_scores"] else "none"
     if isinstance(flags.get("clip_range"), float):
         flags["clip_range"] = str(flags["clip_range"])
-    for name in ("save_interval", "eval_interval", "max_tokens_per_micro_batch"):
-        if isinstance(flags.get(name), int):
-            flags[name] = str(flags[name])
     if isinstance(flags.get("early_stop_kl"), float):
         flags["early_stop_kl"] = f"{flags['early_stop_kl']:g}"
     return flags

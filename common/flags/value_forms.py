@@ -1,4 +1,4 @@
-"""Types of flag values that are more than a number: intervals, token budgets, KL limits. PURE."""
+"""Types of flag values that are more than a number: intervals, KL limits. PURE."""
 
 import math
 import re
@@ -35,31 +35,6 @@ class Interval(str):
             return seconds >= self.seconds
         num_steps = steps_per_epoch if self == "epoch" else self.steps
         return num_steps > 0 and step % num_steps == 0
-
-
-class TokenCaps(str):
-    """Text of a flag: the token budget of a pass, or TRAIN,SCORE for passes with and without gradients; TRAIN
-    0: by rows.
-
-    Raises ValueError for any other text.
-    """
-
-    train: int
-    score: int  # TRAIN where it is not given
-
-    def __new__(cls, text: str) -> "TokenCaps":
-        """Parse the text; the value stays a str."""
-        match = re.fullmatch(r"([0-9]{1,9})(,0*[1-9][0-9]{0,8})?", text)
-        if match is None:
-            raise ValueError(text)
-        caps = super().__new__(cls, text)
-        caps.train = int(match[1])
-        caps.score = int((match[2] or match[1]).lstrip(","))
-        return caps
-
-    def __bool__(self) -> bool:
-        """Whether micro-batches of training are cut by tokens."""
-        return self.train > 0
 
 
 class KLLimit(str):

@@ -51,12 +51,6 @@ def begin(
     start = startup.read_flags(flags, stage, description, argv)
     args, problems, flag = start.args, start.problems, "--model_name_or_path"
     config = startup.check_model(flag, args.model_name_or_path, args, problems)
-    caps = args.max_tokens_per_micro_batch
-    problems.check(
-        caps.score == caps.train,
-        f"--max_tokens_per_micro_batch {caps}: the size of this step's passes without gradients is set by "
-        f"--per_device_eval_batch_size; give {caps.train} alone",
-    )
     is_ranker = getattr(args, "kind", "") == "reward"
     model_checks.check_family(flag, config, args, problems, is_ranker=is_ranker)
     model_checks.check_length(config, args.max_seq_len, f"--max_seq_len {args.max_seq_len}", problems)
@@ -93,7 +87,7 @@ def build_global_batches(
     `columns` are the sequences of a row; `shared_length` returns the length of their common prefix, if that
     is computed once.
     """
-    max_tokens = args.max_tokens_per_micro_batch.train
+    max_tokens = args.max_tokens_per_micro_batch
     if args.packed and not max_tokens:
         max_tokens = args.per_device_train_batch_size * len(columns) * args.max_seq_len
     shared: Any = ()

@@ -190,7 +190,8 @@ FLAGS = [
         ["--keep_best", "has none without --reward"]),
     Row("a GPU without bf16", 1, flag(dtype="bf16"), ["--dtype bf16", "emulates bf16", "use fp16 or fp32"],
         gpu={"capability": [7, 5]}),
-    Row("no such optimizer", 3, flag(optimizer="muon:fast"), ["--optimizer muon:fast", "such as muon:1e-3"]),
+    Row("no such optimizer", 3, flag(optimizer="muon:fast"),
+        ["--muon_learning_rate fast: expected a number"]),
     Row("nothing for Muon", 1, flag(optimizer="muon", lora_dim=4),
         ["--optimizer muon", "--only_optimize_lora"]),
     Row("a mean of values that are trained each", 2, flag(loss="token_wise", reward_pooling="mean"),
@@ -201,7 +202,7 @@ FLAGS = [
         ["--save_interval 30x: expected a number of steps, epoch, or a time such as", "--eval_interval 0h: "],
         count=2),
     Row("caps for scores", 1, flag(max_tokens_per_micro_batch="64,128"),
-        ["--max_tokens_per_micro_batch 64,128", "--per_device_eval_batch_size", "give 64 alone"]),
+        ["--max_tokens_per_micro_batch 64,128: expected a whole number"]),
     Row("output is a file", 1, lambda p: p.file("output_dir", "", "output"),
         ["output cannot be used (File exists)", "--output_dir"]),
     Row("all together", 1, lambda p: {

@@ -41,7 +41,8 @@ EVERYWHERE: dict[str, Any] = {
     "ds_config": "{ds_config}",
     "lr_scheduler_type": "constant",
     "num_warmup_steps": 2,
-    "optimizer": ["muon", ("muon:0.1", {"optimizer": "muon"})],
+    "optimizer": "muon",
+    "muon_learning_rate": (0.1, {"optimizer": "muon"}),
     "optimizer_dtype": ("bf16", {"dtype": "bf16"}),
     "gradient_accumulation_steps": 2,
     "max_train_steps": 1,
@@ -186,7 +187,8 @@ MOVES_NO_NUMBER = {
     "limits, at which a run ends or a reward fails": "max_bad_rows max_bad_steps collective_timeout "
     "reward_timeout_seconds",
     "memory and time alone": "offload critic_offload zero_stage actor_zero_stage critic_zero_stage packed "
-    "max_tokens_per_micro_batch gradient_checkpointing actor_gradient_checkpointing pad_vocab_multiple "
+    "max_tokens_per_micro_batch max_tokens_per_scoring_pass gradient_checkpointing "
+    "actor_gradient_checkpointing pad_vocab_multiple "
     "critic_gradient_checkpointing offload_reference_model offload_reward_model inference_tp_size "
     "inference_tp_groups "
     "offload_states_for_generation generation_slots tp_gather_partition_size "

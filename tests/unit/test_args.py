@@ -15,6 +15,7 @@ from common.flags.other_names import OLDER_NAMES, REMOVED, SWITCHES
 from common.flags.problems import is_usable, no_effect_notes
 from common.flags.value_forms import KLLimit
 from common.generation.hybrid_engine import HybridOptions
+from common.runs.resume import compare_flags
 from docs.make_configuration import find_programs
 from step1_sft.arguments import SFTArguments
 from step2_reward.arguments import RewardArguments
@@ -252,17 +253,37 @@ def test_a_limit_of_the_kl_and_what_becomes_of_what_exceeds_it():
             KLLimit(text)
 
 
-def test_caps_of_tokens_are_one_or_two():
-    def read(text: str) -> tuple[int, int]:
-        found, messages = parse(SFTArguments, f"--model_name_or_path m --max_tokens_per_micro_batch {text}")
-        assert messages == []
-        return found.max_tokens_per_micro_batch.train, found.max_tokens_per_micro_batch.score
+OLDER_VALUES = {  # an older spelling, and what it sets
+    "--optimizer muon:1e-3": {"optimizer": "muon", "muon_learning_rate": 1e-3},
+    "--max_tokens_per_micro_batch 0,512": {
+        "max_tokens_per_micro_batch": 0,
+        "max_tokens_per_scoring_pass": 512,
+    },
+}
 
-    found = [read(text) for text in ("0", "4096", "4096,16384", "0,512")]
-    assert found == [(0, 0), (4096, 4096), (4096, 16384), (0, 512)]
-    for text in ("-1", "64,0", "64,", ",64", "1,2,3", "64;8", "4k"):
-        _, (message,) = parse(SFTArguments, f"--model_name_or_path m --max_tokens_per_micro_batch={text}")
-        assert message.startswith(f"--max_tokens_per_micro_batch {text}: expected a number of tokens, or two")
+
+@pytest.mark.parametrize("words", OLDER_VALUES)
+def test_an_older_spelling_is_taken_with_a_note_and_resumed(words):
+    """By the spelling of now, and from a run that was started with the older one."""
+    problems = Problems()
+    line = ["--actor_model_name_or_path", "m", "--dtype", "fp32"]
+    args = parse_args(PPOArguments, [*line, *words.split()], problems=problems)
+    expected = dataclasses.replace(parse_args(PPOArguments, line, problems=problems), **OLDER_VALUES[words])
+    assert args == expected and problems.messages == []
+    (note,) = problems.notes
+    assert note.startswith(f"{words} is an older spelling; write --")
+    again = parse_args(PPOArguments, [*line, *note.partition(" write ")[2].split()], problems=problems)
+    assert again == expected and len(problems.notes) == 1
+    name, value = words.removeprefix("--").split()
+    saved = vars(parse_args(PPOArguments, line, problems=problems)) | {name: value}
+    for part in OLDER_VALUES[words].keys() - {name}:
+        del saved[part]
+    assert compare_flags(args, saved, "ORIGIN", problems) == [] == problems.messages
+
+
+def test_an_older_spelling_needs_its_flags():
+    _, (message,) = parse(SFTArguments, "--model_name_or_path m --max_tokens_per_micro_batch 64,128")
+    assert message.startswith("--max_tokens_per_micro_batch 64,128: expected a whole number")
 
 
 @pytest.mark.parametrize("cls", [SFTArguments, RewardArguments, PPOArguments])

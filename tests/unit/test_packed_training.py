@@ -13,7 +13,6 @@ from test_global_batches import as_rank
 from common.data import packed_batch
 from common.data.global_batches import GlobalBatches, evaluation_batches
 from common.data.packed_batch import collate_pairs, collate_sft
-from common.flags.value_forms import TokenCaps
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.policy_model import PolicyModel, compute_nll_sum, count_targets
 from common.models.value_model import load_value_model
@@ -293,7 +292,7 @@ def test_a_cpu_cuts_large_steps_by_itself(is_packed, has_gpu, flag, rows, expect
     args = SFTArguments(
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=5 // rows,
-        max_tokens_per_micro_batch=TokenCaps(f"{flag}"),
+        max_tokens_per_micro_batch=flag,
     )
     dataset = MagicMock()
     dataset.__len__.return_value, dataset.__getitem__.side_effect = 5, range(5).__getitem__

@@ -18,7 +18,6 @@ from rollout_batches import make_rollout_batch
 from common.data.packed_batch import ROW_IDS, PackedBatch, collate_prompts
 from common.engine.ds_config import build_config, build_engine
 from common.engine.engine_step import LossTerm, compute_gradients, take_steps
-from common.flags.value_forms import TokenCaps
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generation
 from common.models.loading import ModelOptions, load_causal_lm
@@ -74,7 +73,7 @@ class FakeReward:
 
 
 def build(
-    score_of=lambda x: x, *, rounds=0, source="rollout", staleness=0, texts=None, bias=0.0, caps="64",
+    score_of=lambda x: x, *, rounds=0, source="rollout", staleness=0, texts=None, bias=0.0, caps=(64, 0),
     on_error="refuse", replays=False, **how,
 ):  # fmt: skip
     def values(batches):
@@ -92,7 +91,8 @@ def build(
         old_logprobs=source,
         rollout_staleness=staleness,
         replay_sampling_support=replays,
-        max_tokens_per_micro_batch=TokenCaps(caps),
+        max_tokens_per_micro_batch=caps[0],
+        max_tokens_per_scoring_pass=caps[1],
     )
     texts = {"function_f": texts} if texts else {}
     scores = Scorer(specs, texts, lambda ids: f"<{len(ids)}>", parse_on_error(on_error), bias=bias)
@@ -132,7 +132,7 @@ def test_a_rollout_batch_has_a_response_an_item_in_the_order_of_the_samples():
 
 @pytest.mark.parametrize(
     ("caps", "num_passes", "trained"),
-    [("6", 5, 6), ("6,64", 1, 6), ("64,6", 5, 64), ("0,6", 5, 16 * 512), ("0", 1, 16 * 512)],
+    [((6, 0), 5, 6), ((6, 64), 1, 6), ((64, 6), 5, 64), ((0, 6), 5, 16 * 512), ((0, 0), 1, 16 * 512)],
 )
 def test_passes_without_gradients_have_a_cap_of_their_own(caps, num_passes, trained):
     """Of 4, 5, 5, 6, 2 and 3 tokens; the last two are 6 with their padding. No score depends on it."""
