@@ -22,7 +22,7 @@ from common.flags.args import default_of, field_type
 from common.flags.groups import CheckpointArguments
 from common.flags.other_names import IGNORED, OLDER_NAMES, SWITCHES
 from common.flags.problems import describe_range
-from common.flags.value_forms import Interval, KLLimit
+from common.flags.value_forms import Interval
 
 PAGE = ROOT / "docs/configuration.md"
 COMMAND = "python docs/make_configuration.py"
@@ -171,7 +171,6 @@ def _values(field: dataclasses.Field) -> str:
         return ", ".join(f"`{choice}`" if choice else "empty" for choice in choices)
     kinds = {bool: "switch", int: "whole number", float: "number", str: "text"}
     kinds |= {Interval: "steps, `epoch`, or a time: `90s`, `30m`, `2h`"}
-    kinds |= {KLLimit: "number, at least 0, or `KL:skip`"}
     kind = kinds[scalar]
     limits = describe_range(field.metadata["range"])
     return ", ".join(filter(None, [kind, limits, "several" if is_list else ""]))

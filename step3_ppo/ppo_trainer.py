@@ -29,7 +29,7 @@ from step3_ppo.rollout import Rollout, join_scores
 from step3_ppo.rollout_batch import cut_minibatches, gather_numbers, put_back, tokens, with_tokens
 from step3_ppo.rollout_correction import (
     Correction,
-    parse_correction,
+    find_correction,
     prox_share,
     summarise_weights,
     weigh_tokens,
@@ -54,7 +54,7 @@ class PPOTrainer:
         self.args, self.algorithm, self.rollout, self.roles = args, algorithm, rollout, rollout.roles
         self.prompts, self.logger = prompts, logger
         self.kl_controller = KLController(args.kl_coef, args.kl_target, args.kl_horizon)
-        self.correction = parse_correction(args.rollout_correction)
+        self.correction = find_correction(args)
         self.losses = PPOLosses(args, self.roles, self.kl_controller, pretraining, self.correction)
         self.value_normaliser, self.ema, self.evaluation = None, None, None
         if algorithm.needs_critic and args.value_norm != "none":
@@ -220,7 +220,7 @@ class PPOTrainer:
             self.ema.update()
         if "policy/approx_kl" in means:  # a step on text has none
             is_far = 0 < self.args.early_stop_imp_ratio < means["policy/ratio"]
-            current.is_done = is_far or self.args.early_stop_kl.is_exceeded(means["policy/approx_kl"])
+            current.is_done = is_far or 0 < self.args.early_stop_kl < means["policy/approx_kl"]
         return True
 
     def finish_step(self, current: OpenStep) -> dict[str, float]:

@@ -15,8 +15,8 @@ from common.data.packed_batch import ROW_IDS, PackedBatch, prompt_texts
 from common.models.output_head import SamplingMask
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused
+from step3_ppo.algorithms import divergence_beta
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.distillation import parse_distill_loss
 from step3_ppo.environments import KIND, NUM_TURNS, Conversation, scores_of
 from step3_ppo.ppo_math import constant_groups
 from step3_ppo.rewards.scorer import PREFIX, PromptTexts, Scorer
@@ -248,7 +248,7 @@ class Rollout:
         ref_logprobs: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
         """Divergence of each token's distribution from the teacher's, by --distill_loss."""
-        beta = parse_distill_loss(self.args.distill_loss).beta
+        beta = divergence_beta(self.args)
         if beta is None:
             return [old - ref for old, ref in zip(old_logprobs, ref_logprobs, strict=True)]
         return self.roles.actor.find_divergences(micro_batches, self.roles.reference, beta)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from common.flags.other_names import IGNORED, OLDER_NAMES
-from common.flags.value_forms import Interval, KLLimit
+from common.flags.value_forms import Interval
 
 # Beyond it float64 skips numbers; of fp32, in which losses are computed.
 LARGEST = {int: 2**53, float: 3.4e38}
@@ -23,7 +23,6 @@ KINDS = {
     int: "a whole number, 2**53 at most",
     float: "a number that fp32 can hold",
     str: f"UTF-8 text without NUL, {LONGEST_PATH} bytes and names of {LONGEST_NAME} at most",
-    KLLimit: "a KL in nats per token, or KL:skip, such as 0.1:skip",
     Interval: "a number of steps, epoch, or a time such as 90s, 30m or 2h",
 }
 LONGEST_SHOWN = 60  # characters

@@ -38,12 +38,13 @@ EXPORTS = {1: ("export",), 2: ("export",), 3: ("export", "export_ema")}
 # Two responses to a prompt, compared, used a step late, with all that an algorithm may ask for.
 GROUPS = {
     "num_samples_per_prompt": 2, "rollout_staleness": 1, "rollout_correction": "tis", "top_k": 40,
-    "replay_sampling_support": True, "dynamic_sampling_rounds": 1, "clip_range": "0.2,0.3",
+    "replay_sampling_support": True, "dynamic_sampling_rounds": 1, "clip_range": 0.2, "clip_range_high": 0.3,
     "policy_loss": "ppo:dual_clip=3",
     "ppo_epochs": 2,
 }  # fmt: skip
 # Beside the rewards of groups: a teacher of another family.
-TAUGHT = {"num_samples_per_prompt": 2, "ppo_epochs": 2, "temperature": 0.8, "distill_loss": "2*jsd:0.3"}
+TAUGHT = {"num_samples_per_prompt": 2, "ppo_epochs": 2, "temperature": 0.8}
+TAUGHT |= {"distill_loss": "jsd", "distill_weight": 2.0, "distill_beta": 0.3}
 COMMON = {"lr_scheduler_type": "linear", "num_warmup_steps": 2, "gradient_clipping": 1.0, "seed": 7}
 COMMON |= {"save_interval": 0}  # test_resume.py has what a checkpoint holds
 

@@ -8,7 +8,6 @@ import torch
 
 from common.data.packed_batch import PackedBatch, collate_texts
 from common.engine.ds_config import build_config, build_engine
-from common.flags.value_forms import KLLimit
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.policy_model import PolicyModel, compute_nll_sum
 from common.ranks.failures import StepRefused
@@ -105,13 +104,13 @@ def test_a_minibatch_without_tokens_makes_no_step(linear_losses):
 
 
 def test_a_minibatch_beyond_the_kl_makes_no_step_and_the_next_one_does(linear_losses):
-    losses, engine, batches = linear_losses(unsup_step="own", early_stop_kl=KLLimit("0.125:skip"))
+    losses, engine, batches = linear_losses(unsup_step="own", early_stop_kl=0.125, early_stop_action="skip")
     losses.approx_kl = 0.25
     assert losses.update(batches) == {} and engine.module.weight.tolist() == START
     losses.approx_kl = 0.125
     assert losses.update(batches)["policy/approx_kl"] == 0.125
     assert engine.module.weight.tolist() != START and engine.global_steps == 1
-    losses, engine, batches = linear_losses(unsup_step="own", early_stop_kl=KLLimit("0.125"))
+    losses, engine, batches = linear_losses(unsup_step="own", early_stop_kl=0.125)
     losses.approx_kl = 0.25
     assert losses.update(batches) and engine.module.weight.tolist() != START, "the rest is left out, not this"
 

@@ -8,7 +8,6 @@ import torch
 from right_or_wrong import close
 from rollout_batches import make_batch, make_rollout_batch
 
-from common.flags.value_forms import KLLimit
 from common.ranks.failures import StepRefused
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
@@ -91,9 +90,9 @@ def test_a_step_on_text_follows_each_step_that_was_made():
     ("flags", "num_made", "loss", "approx_kl"),
     [
         ({}, 5, (1 + 2 + 6 + 7 + 9) / 5, (0.125 * 1 + 0.25 * 6) / 16),
-        ({"early_stop_kl": KLLimit("0.125")}, 4, (1 + 2 + 6 + 7) / 4, (0.125 * 1 + 0.25 * 6) / 14),
+        ({"early_stop_kl": 0.125}, 4, (1 + 2 + 6 + 7) / 4, (0.125 * 1 + 0.25 * 6) / 14),
         ({"early_stop_imp_ratio": 1.5}, 3, (1 + 2 + 6) / 3, 0.125 * 1 / 8),
-        ({"early_stop_imp_ratio": 1.5, "early_stop_kl": KLLimit("0.125")}, 3, 3.0, 0.125 * 1 / 8),
+        ({"early_stop_imp_ratio": 1.5, "early_stop_kl": 0.125}, 3, 3.0, 0.125 * 1 / 8),
     ],
 )
 def test_a_step_ends_behind_the_first_update_beyond_a_limit(flags, num_made, loss, approx_kl, monkeypatch):
@@ -263,7 +262,7 @@ def test_the_pass_for_prox_is_spared_where_versions_are_equal(sampled_at, recomp
         roles=SimpleNamespace(actor=actor), scores=Scorer([]), recomputes=recomputes, score_cap=TokenCap(8)
     )
     lengths = {"loss_aggregation": "constant", "max_answer_seq_len": 40, "max_prompt_seq_len": 9}
-    args = fill_defaults(PPOArguments(rollout_correction="tis:1.2", **lengths), algorithm)
+    args = fill_defaults(PPOArguments(rollout_correction="tis", correction_high=1.2, **lengths), algorithm)
     trainer = PPOTrainer(args, algorithm, rollout, None, None, None)
     if is_spared is None:
         with pytest.raises(AssertionError, match="step 5 has tokens of a policy that has made 5 steps"):
@@ -310,7 +309,7 @@ def test_responses_of_all_ranks_are_written_a_share_at_a_time(monkeypatch):
 
 
 def test_rewards_pay_for_kl_by_the_coefficient_that_has_moved():
-    trainer, *_ = open_trainer(kl_in="reward:k1", kl_coef=0.5, kl_target=0.1)
+    trainer, *_ = open_trainer(kl_in="reward", kl_coef=0.5, kl_target=0.1)
     trainer.kl_controller.coef = 2.0
     says = {"old_logprobs": torch.full((2, 2), -1.0), "ref_logprobs": torch.full((2, 2), -1.25)}
     batch = make_batch([2, 1], old_values=torch.zeros(2, 2), next_values=torch.zeros(2), **says)

@@ -33,7 +33,6 @@ from step3_ppo.arguments import PPOArguments
 from step3_ppo.build_roles import build_roles
 from step3_ppo.rewards.reward_specs import RewardSpec, parse_rewards
 from step3_ppo.rewards.scorer import Scorer
-from step3_ppo.rewards.text_rewards import parse_on_error
 from step3_ppo.roles import Actor, LoraReference, MovingReference, Reference, Roles
 from step3_ppo.rollout import Rollout, add_sampling_mask
 
@@ -95,7 +94,7 @@ def build(
         max_tokens_per_scoring_pass=caps[1],
     )
     texts = {"function_f": texts} if texts else {}
-    scores = Scorer(specs, texts, lambda ids: f"<{len(ids)}>", parse_on_error(on_error), bias=bias)
+    scores = Scorer(specs, texts, lambda ids: f"<{len(ids)}>", bias=bias, on_error=on_error)
     return Rollout(args, roles, scores, **how)
 
 
