@@ -28,7 +28,7 @@ from step3_ppo.algorithms import Algorithm, fill_defaults, find_algorithm, unuse
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.build_roles import build_role_specs, describe_bases, fill_ranks
 from step3_ppo.environments import KIND, import_environment
-from step3_ppo.policy_losses import build_policy_loss
+from step3_ppo.policy_losses import PolicyLossFunction, build_policy_loss
 from step3_ppo.rewards.reward_specs import RewardSpec, check_rewards
 
 VERIFIABLE = ("function", "http", KIND)  # kinds of rewards that check an answer
@@ -40,6 +40,7 @@ class PPOStart(Start):
     """The flags of step 3, and the results of its checks."""
 
     algorithm: Algorithm | None = None
+    policy_loss: PolicyLossFunction | None = None
     rewards: list[RewardSpec] = field(default_factory=list)
 
     def decode(self, token_ids: torch.Tensor) -> str:
@@ -59,7 +60,7 @@ def check_start_up(description: str, argv: Sequence[str] | None = None) -> PPOSt
         algorithm = start.algorithm = find_algorithm(args.algorithm)
         args = start.args = fill_defaults(args, algorithm)
         with problems.catch():
-            build_policy_loss(args)
+            start.policy_loss = build_policy_loss(args)
         has_rewards = bool(args.reward or args.environment)
         if algorithm.needs_critic and has_rewards and not args.critic_model_name_or_path:
             args.critic_model_name_or_path = args.actor_model_name_or_path

@@ -42,6 +42,8 @@ from step3_ppo.build_roles import build_roles
 from step3_ppo.checks import PPOStart, check_start_up
 from step3_ppo.environments import KIND, Environments
 from step3_ppo.evaluation import choose_prompts
+from step3_ppo.ppo_losses import PPOLosses
+from step3_ppo.ppo_math import KLController
 from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.reward_specs import build_text_reward, reward_bias
 from step3_ppo.rewards.scorer import Scorer
@@ -121,7 +123,9 @@ def build_trainer(
     )
     rollout = Rollout(args, roles, scores, needs_greedy=algorithm.needs_greedy)
     logger = build_logger(args, COLUMNS, num_steps)
-    return PPOTrainer(args, algorithm, rollout, prompts, pretraining, logger, held_out)
+    kl = KLController(args.kl_coef, args.kl_target, args.kl_horizon)
+    losses = PPOLosses(args, roles, kl, start.policy_loss, pretraining)
+    return PPOTrainer(algorithm, rollout, losses, prompts, logger, held_out)
 
 
 def topology_lines(args: PPOArguments, roles: Roles) -> list[str]:

@@ -59,6 +59,7 @@ class LossTokens(NamedTuple):
 
 
 LossFunction = Callable[..., Losses]
+PolicyLossFunction = Callable[[LossTokens], Losses]  # with its options and its range
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def find_policy_loss(text: str) -> tuple[PolicyLoss, dict[str, float]]:
     return loss, options
 
 
-def build_policy_loss(args: PPOArguments) -> Callable[[LossTokens], Losses]:
+def build_policy_loss(args: PPOArguments) -> PolicyLossFunction:
     """The loss that the flags name, tried on two tokens; `args` have their empty flags filled in.
 
     Raises ValueError: see `find_policy_loss`; also if the function fails on two tokens, or does not return

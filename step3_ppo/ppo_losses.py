@@ -16,7 +16,7 @@ from common.models.router_loss import add_router_loss
 from common.ranks import distributed, watchdog
 from step3_ppo.algorithms import divergence_beta
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.policy_losses import LossTokens, build_policy_loss
+from step3_ppo.policy_losses import LossTokens, PolicyLossFunction
 from step3_ppo.ppo_math import (
     KLController,
     kl_estimate,
@@ -24,7 +24,7 @@ from step3_ppo.ppo_math import (
     value_loss_terms,
 )
 from step3_ppo.roles import Roles, has_text_steps
-from step3_ppo.rollout_correction import Correction, mean_weights, weigh_tokens
+from step3_ppo.rollout_correction import find_correction, mean_weights, weigh_tokens
 from step3_ppo.trainer_state import NUM_TOKENS
 
 Sums = tuple[torch.Tensor | float, dict[str, Stat]]
@@ -38,13 +38,13 @@ class PPOLosses:
         args: PPOArguments,
         roles: Roles,
         kl: KLController,
+        policy_loss: PolicyLossFunction,
         pretraining: GlobalBatches | None = None,
-        correction: Correction | None = None,
     ) -> None:
-        """`pretraining` is text for the unsupervised loss; `correction` is for --prox_logprobs loglinear."""
+        """`policy_loss` is of `build_policy_loss`; `pretraining` is text for the unsupervised loss."""
         self.args, self.roles, self.kl, self.pretraining = args, roles, kl, pretraining
-        self.correction = correction
-        self.policy_loss = build_policy_loss(args)
+        self.policy_loss = policy_loss
+        self.correction = find_correction(args)
 
     def update(self, micro_batches: list[PackedBatch], max_gap: float = math.inf) -> dict[str, float]:
         """Make an optimizer step of the actor and, if there is one, the critic; return their metrics.

@@ -9,6 +9,7 @@ from right_or_wrong import close
 from common.data.packed_batch import PackedBatch
 from step3_ppo.algorithms import ALGORITHMS, divergence_beta, fill_defaults
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.policy_losses import build_policy_loss
 from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import KLController
 
@@ -29,7 +30,8 @@ def distilled(data: dict, **flags):
     actor = SimpleNamespace(model=SimpleNamespace(router_loss=None), **says)
     args = PPOArguments(algorithm="distill", teacher_model_name_or_path="t", **flags)
     roles = SimpleNamespace(actor=actor, reference="teacher")
-    losses = PPOLosses(fill_defaults(args, ALGORITHMS["distill"]), roles, KLController(0.1))
+    args = fill_defaults(args, ALGORITHMS["distill"])
+    losses = PPOLosses(args, roles, KLController(0.1), build_policy_loss(args))
     columns = {"old_logprobs": new.detach(), "rollout_logprobs": new.detach()}
     columns |= {"ref_logprobs": torch.tensor([-0.5, -3.0, -3.0, 9.0])}
     columns |= {"loss_mask": torch.tensor([True, True, True, False])}

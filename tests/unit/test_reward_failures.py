@@ -15,7 +15,8 @@ from step3_ppo.algorithms import ALGORITHMS
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.evaluation import compare, judge, measure
 from step3_ppo.metrics import summarise_scores
-from step3_ppo.ppo_math import constant_groups
+from step3_ppo.ppo_losses import PPOLosses
+from step3_ppo.ppo_math import KLController, constant_groups
 from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.scorer import PREFIX, Scorer
@@ -108,7 +109,8 @@ def learned(name, batch, on_error, **flags):
     specs = [RewardSpec("function", "m:f", 1.0, "function_f")]
     scores = Scorer(specs, on_error=on_error)
     rollout = SimpleNamespace(scores=scores, recomputes=False, roles=None)
-    trainer = PPOTrainer(args, algorithm, rollout, None, None, SimpleNamespace(log_interval=100))
+    losses = PPOLosses(args, None, KLController(args.kl_coef), None)
+    trainer = PPOTrainer(algorithm, rollout, losses, None, SimpleNamespace(log_interval=100))
     done = trainer.add_advantages(1, batch)
     state = {name: getattr(trainer.value_normaliser, name, 0.0) for name in ("weight", "mean", "variance")}
     summary = {name: value for name, value in done.summary.items() if "failed" not in name}

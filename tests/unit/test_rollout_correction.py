@@ -16,6 +16,7 @@ from common.flags.problems import Problems
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.checks import check_flags
+from step3_ppo.policy_losses import build_policy_loss
 from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import (
     KLController,
@@ -46,14 +47,18 @@ CORRECTED = {
 }
 
 
-def correction_of(text: str) -> Correction | None:
-    """The correction of FORM, or FORM:[LOW,]HIGH."""
+def flags_of(text: str) -> dict[str, str | float]:
+    """The flags of FORM, or FORM:[LOW,]HIGH."""
     name, _, bounds = text.partition(":")
     low, _, high = bounds.rpartition(",")
-    args = PPOArguments(
-        rollout_correction=name, correction_low=float(low or 0), correction_high=float(high or 0)
-    )
-    return find_correction(args)
+    return {
+        "rollout_correction": name, "correction_low": float(low or 0), "correction_high": float(high or 0),
+    }  # fmt: skip
+
+
+def correction_of(text: str) -> Correction | None:
+    """The correction of such a text."""
+    return find_correction(PPOArguments(**flags_of(text)))
 
 
 @pytest.mark.parametrize("text", CORRECTED)
@@ -132,7 +137,9 @@ def test_the_decoupled_loss_and_its_statistics_by_hand(flags, more):
     )
     flags = flags | {"rollout_correction": "mis", "clip_range": 0.1, "clip_range_high": 0.3}
     args = fill_defaults(PPOArguments(**flags), ALGORITHMS["ppo"])
-    losses = PPOLosses(args, SimpleNamespace(actor=actor), KLController(0.5))  # as it has moved
+    losses = PPOLosses(
+        args, SimpleNamespace(actor=actor), KLController(0.5), build_policy_loss(args)
+    )  # as it has moved
     found, stats = losses._policy_sums(PackedBatch.build([0], {key: [x] for key, x in data.items()}))
     # 0.5 * 2 * -1 * 1.3, at the bound; 1 * 1 * 1; a weight of 0; padding; the router's by the loss's divisor
     assert float(found) == pytest.approx(-1.3 + 1.0 + 5 * 0.5 * 4.0 + more, abs=1e-5)
@@ -173,8 +180,8 @@ def test_prox_between_rollout_and_now_by_hand(correction, slopes, capped):
     actor = SimpleNamespace(
         model=SimpleNamespace(router_loss=None), compute_logprobs=lambda *_, **__: (new, torch.zeros(4))
     )
-    args = fill_defaults(PPOArguments(prox_logprobs="loglinear"), ALGORITHMS["ppo"])
-    losses = PPOLosses(args, SimpleNamespace(actor=actor), None, correction=correction_of(correction))
+    args = fill_defaults(PPOArguments(prox_logprobs="loglinear", **flags_of(correction)), ALGORITHMS["ppo"])
+    losses = PPOLosses(args, SimpleNamespace(actor=actor), None, build_policy_loss(args))
     loss, stats = losses._policy_sums(batch)
     loss.backward()
     close(new.grad, slopes)  # each loss is its slope: no gradient flows through prox
