@@ -48,6 +48,7 @@ from step2_reward.arguments import RewardArguments
 from step2_reward.pair_trainer import RewardTrainer
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.policy_losses import build_policy_loss
 from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import KLController
 from step3_ppo.roles import Critic, Policy, Roles
@@ -120,9 +121,9 @@ def build_steps(kind: str, stage: int = 1, dtype: str = "bf16", **shape: Any) ->
     role = (Policy if is_policy else Critic)(engine, False)
     trainer_class, collate = (SFTTrainer, collate_sft) if is_policy else (RewardTrainer, collate_pairs)
     trainer = trainer_class(engine, args, is_packed=False, logger=SimpleNamespace(log=lambda *_: None))
-    losses = PPOLosses(
-        fill_defaults(PPOArguments(), ALGORITHMS["ppo"]), Roles(role, role, role, {}), KLController(0.1)
-    )
+    ppo_args = fill_defaults(PPOArguments(), ALGORITHMS["ppo"])
+    roles = Roles(role, role, role, {})
+    losses = PPOLosses(ppo_args, roles, KLController(0.1), build_policy_loss(ppo_args))
     compute = losses.compute_actor_gradients if is_policy else losses.compute_critic_gradients
     name, of_ppo = ("sft", "ppo actor") if is_policy else ("reward", "ppo critic")
     return {

@@ -49,6 +49,7 @@ from step3_ppo.algorithms import fill_defaults, find_algorithm
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.checks import PPOStart
 from step3_ppo.main import build_trainer
+from step3_ppo.policy_losses import build_policy_loss
 from step3_ppo.rewards.reward_specs import RewardSpec
 
 NUM_PROMPTS, NUM_SAMPLES, MAX_PROMPT, MAX_RESPONSE, PPO_EPOCHS = 16, 8, 256, 64, 4
@@ -78,6 +79,7 @@ def our_step(
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.actor_model_name_or_path)
     rewards = [RewardSpec("model", reward_model, 1.0, "model")]
     start = PPOStart(args, None, None, tokenizer=tokenizer, algorithm=algorithm_entry, rewards=rewards)  # type: ignore[arg-type]
+    start.policy_loss = build_policy_loss(args)
     no_texts = {"prompt_text": "", "messages": "[]", "fields": "{}"}
     rows = [{"prompt_ids": row["input_ids"], "row_id": row["row_id"]} | no_texts for row in prompts]
     batches = GlobalBatches.by_rows(rows, collate_prompts, RowPlan(num_prompts), seed=1)

@@ -18,11 +18,11 @@ ROOT = Path(__file__).resolve().parents[1]
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(ROOT)
 
-from common.flags.args import field_type
+from common.flags.args import default_of, field_type
 from common.flags.groups import CheckpointArguments
 from common.flags.other_names import IGNORED, OLDER_NAMES, SWITCHES
 from common.flags.problems import describe_range
-from common.flags.value_forms import Interval, KLLimit, TokenCaps
+from common.flags.value_forms import Interval
 
 PAGE = ROOT / "docs/configuration.md"
 COMMAND = "python docs/make_configuration.py"
@@ -156,7 +156,7 @@ def _table(group: type, is_resumed: bool) -> list[str]:
 def _default(field: dataclasses.Field) -> str:
     if field.metadata["required"]:
         return "required"
-    value = field.default_factory() if field_type(field)[1] else field.default
+    value = default_of(field)
     if value is None or value == "" or value == []:
         return "empty"
     if isinstance(value, list):
@@ -170,11 +170,7 @@ def _values(field: dataclasses.Field) -> str:
     if choices:
         return ", ".join(f"`{choice}`" if choice else "empty" for choice in choices)
     kinds = {bool: "switch", int: "whole number", float: "number", str: "text"}
-    kinds |= {
-        Interval: "steps, `epoch`, or a time: `90s`, `30m`, `2h`",
-        TokenCaps: "tokens, or `TRAIN,SCORE`",
-    }
-    kinds |= {KLLimit: "number, at least 0, or `KL:skip`"}
+    kinds |= {Interval: "steps, `epoch`, or a time: `90s`, `30m`, `2h`"}
     kind = kinds[scalar]
     limits = describe_range(field.metadata["range"])
     return ", ".join(filter(None, [kind, limits, "several" if is_list else ""]))

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from common.flags.args import REQUIRED, flag
-from common.flags.groups import SharingArguments, SourceArguments, TokenizerArguments
-from common.flags.single_model import SingleModelArguments
+from common.flags.args import REQUIRED, flag, same_flag
+from common.flags.groups import RunArguments, SharingArguments, SourceArguments, TokenizerArguments
+from common.flags.single_model import SingleModelArguments, TrainArguments
 
 
 @dataclass
@@ -93,12 +93,7 @@ class RewardEvalArguments(SourceArguments, PairArguments, TokenizerArguments):
     model_name_or_path: str = flag(
         REQUIRED, "reward model: the export/ folder of step 2, or a hub name", is_usual=True
     )
-    max_seq_len: int = flag(
-        512,
-        "maximum tokens of prompt and response; longer rows are truncated and counted",
-        low=4,
-        is_usual=True,
-    )
+    max_seq_len: int = same_flag(TrainArguments, "max_seq_len")
     per_device_eval_batch_size: int = flag(16, "pairs per batch", may_change=True, low=1)
     dtype: str = flag(
         "",
@@ -106,10 +101,6 @@ class RewardEvalArguments(SourceArguments, PairArguments, TokenizerArguments):
         choices=("fp32", "bf16", "fp16"),
         is_usual=True,
     )
-    plugins: list[str] = flag(
-        [], "Python modules to import first, to register data sets, algorithms or losses", is_usual=True
-    )
+    plugins: list[str] = same_flag(RunArguments, "plugins")
     num_samples: int = flag(5, "number of pairs to print with their scores", low=0)
-    seed: int = flag(
-        1234, "seed of shuffling, dropout, new weights and sampling", low=-(2**32), high=2**32, is_usual=True
-    )
+    seed: int = same_flag(RunArguments, "seed")

@@ -21,10 +21,10 @@ import torch
 
 from common.data.packed_batch import PackedBatch
 from common.flags.plugins import FunctionsByName
+from common.models.divergence import FORWARD_KL, REVERSE_KL
 from common.models.tensor_ops import masked_sum, whiten
 from common.ranks import distributed
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.distillation import parse_distill_loss
 from step3_ppo.policy_losses import find_policy_loss
 from step3_ppo.ppo_math import (
     GroupBaselines,
@@ -36,7 +36,7 @@ from step3_ppo.ppo_math import (
     kl_estimate,
     kl_penalised_rewards,
 )
-from step3_ppo.rewards.score_shaping import parse_truncated, shape_scores
+from step3_ppo.rewards.score_shaping import shape_scores
 from step3_ppo.rollout_batch import on_every_token, sampled_mask, tokens, with_tokens
 
 AddAdvantages = Callable[[PackedBatch, PPOArguments, float], PackedBatch]
@@ -72,13 +72,19 @@ def fill_defaults(args: PPOArguments, algorithm: Algorithm) -> PPOArguments:
 
     Raises ValueError for an unknown policy loss.
     """
-    kl_in = algorithm.kl_in if "kl_in" in algorithm.ignores else args.kl_in or algorithm.kl_in
+    reads_kl = "kl_in" not in algorithm.ignores
+    kl_in = (reads_kl and args.kl_in) or algorithm.kl_in
     loss = find_policy_loss(args.policy_loss)[0]
+    clip_range_high = args.clip_range_high
+    if not args.clip_range:
+        clip_range_high = clip_range_high or loss.clip_range_high
     return dataclasses.replace(
         args,
-        kl_in=kl_in if ":" in kl_in else f"{kl_in}:{USUAL_ESTIMATORS[kl_in]}",
+        kl_in=kl_in,
+        kl_estimator=(reads_kl and args.kl_estimator) or USUAL_ESTIMATORS[kl_in],
         adv_norm=args.adv_norm or algorithm.adv_norm,
         clip_range=args.clip_range or loss.clip_range,
+        clip_range_high=clip_range_high,
         loss_aggregation=args.loss_aggregation or loss.loss_aggregation or algorithm.loss_aggregation,
     )
 
@@ -93,6 +99,12 @@ def unused_flags(algorithm: Algorithm, given: set[str]) -> list[str]:
         if "reward" not in given:
             unused -= {"critic_model_name_or_path"}
     return sorted(unused & given)
+
+
+def divergence_beta(args: PPOArguments) -> float | None:
+    """`beta` of `common.models.divergence` for --distill_loss; None: of the sampled tokens alone."""
+    betas = {"reverse_kl": REVERSE_KL, "forward_kl": FORWARD_KL, "jsd": args.distill_beta}
+    return betas.get(args.distill_loss)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -164,7 +176,7 @@ def compare_in_groups(
 def _kl_in_reward(batch: PackedBatch, args: PPOArguments) -> torch.Tensor:
     """KL estimate (b, R) in the rewards; zeros if the penalty is in the loss."""
     old_logprobs = tokens(batch, "old_logprobs")
-    if args.kl_place != "reward":
+    if args.kl_in != "reward":
         return torch.zeros_like(old_logprobs)
     return kl_estimate(old_logprobs, tokens(batch, "ref_logprobs"), args.kl_estimator)
 
@@ -210,7 +222,7 @@ def add_ppo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -
     """
     rewards = token_rewards(batch, shaped_scores(batch, args), args, kl_coef)
     # A finished response ends in a terminal state of value 0; the critic values what follows a cut one.
-    is_bootstrapped = ~batch.numbers("is_finished") & parse_truncated(args.truncated)[1]
+    is_bootstrapped = ~batch.numbers("is_finished") & (args.truncated == "bootstrap")
     advantages, returns = generalized_advantages(
         rewards,
         tokens(batch, "old_values"),
@@ -300,7 +312,7 @@ def add_remax_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float)
 @register_algorithm(
     "distill",
     needs_teacher=True,
-    ignores=("gamma", "gae_lambda", "kl_coef", "kl_in", "kl_target"),
+    ignores=("gamma", "gae_lambda", "kl_coef", "kl_in", "kl_estimator", "kl_target"),
 )
 @torch.no_grad()
 def add_distill_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> PackedBatch:
@@ -313,9 +325,8 @@ def add_distill_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: floa
     group = group_baselines(scores, batch.numbers("group_ids"))
     advantages = on_every_token(scores - group.leave_one_out_mean, batch)
     batch = with_advantages(batch, args, token_rewards(batch, scores, args, 0.0), advantages)
-    loss = parse_distill_loss(args.distill_loss)
-    if loss.beta is not None:
+    if args.distill_loss != "sampled":
         return batch
-    gain = loss.weight * (batch.data["ref_logprobs"] - batch.data["old_logprobs"])
+    gain = args.distill_weight * (batch.data["ref_logprobs"] - batch.data["old_logprobs"])
     advantages = batch.data["advantages"] + torch.where(batch.data["loss_mask"], gain, 0.0)
     return batch.with_key("advantages", advantages, like="response_ids")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from common.flags.args import flag
+from common.flags.args import flag, same_flag
 from common.flags.groups import (
     CheckpointArguments,
     DataArguments,
@@ -14,7 +14,8 @@ from common.flags.groups import (
     TokenizerArguments,
 )
 from common.flags.optimizer import OptimizerArguments
-from common.flags.value_forms import Interval, KLLimit
+from common.flags.value_forms import Interval
+from step3_ppo.loss_arguments import PPOMathArguments
 from step3_ppo.role_arguments import RoleArguments
 
 
@@ -64,15 +65,18 @@ class RolloutArguments:
     per_device_training_batch_size: int = flag(
         16, "samples per rank and micro-batch", may_change=True, low=1, is_usual=True
     )
+    max_tokens_per_scoring_pass: int = flag(
+        0,
+        "token budget of a pass without gradients; 0: that of --max_tokens_per_micro_batch",
+        may_change=True,
+        low=0,
+    )
     ppo_epochs: int = flag(1, "passes over the samples of a step, reshuffled each time", low=1)
     rollout_staleness: int = flag(
         0, "train on rollouts that are N steps old (asynchronous RL)", low=0, high=2**10
     )
     dynamic_sampling_rounds: int = flag(
         0, "DAPO: replace prompts whose responses all have the same score, in up to N rounds per step", low=0
-    )
-    num_warmup_steps: int = flag(
-        100, "optimizer steps of linear warm-up", low=0, only_with="lr_scheduler_type!=constant"
     )
 
 
@@ -116,14 +120,18 @@ class ScoreArguments:
     reward_on_error: str = flag(
         "refuse",
         "what to do with a response that gets no score (error, timeout, NaN): refuse skips the step, "
-        "default:VALUE substitutes VALUE, mask excludes the response from losses, means and baselines",
+        "default substitutes --reward_default_score, mask excludes the response from losses, means and "
+        "baselines",
+        choices=("refuse", "default", "mask"),
+    )
+    reward_default_score: float = flag(
+        0.0, "score of a response that gets none", only_with="reward_on_error=default"
     )
     reward_clip: float = flag(5.0, "clip scores to [-N, N]; 0: off", low=0)
     whiten_scores: str = flag(
         "none",
         "whiten scores before clipping, over the step (batch) or over the responses to each prompt (group)",
         choices=("none", "batch", "group"),
-        const="batch",
     )
     length_reward_tokens: int = flag(
         0,
@@ -138,134 +146,13 @@ class ScoreArguments:
     )
     truncated: str = flag(
         "score",
-        "score of a response that is cut at --max_answer_seq_len: the usual score (score), bootstrapped "
-        "from the critic too (bootstrap), masked out of the loss (mask), or replaced by a number; "
-        "bootstrap:0 replaces it and bootstraps",
+        "what becomes of a response that is cut at --max_answer_seq_len: scored as usual (score), "
+        "bootstrapped from the critic too (bootstrap), or masked out of the loss (mask)",
+        choices=("score", "bootstrap", "mask"),
     )
-
-
-@dataclass
-class PPOMathArguments:
-    """Advantages and losses."""
-
-    algorithm: str = flag(
-        "ppo",
-        "advantage estimator: ppo, grpo, dr_grpo, rloo, reinforce++, reinforce++-baseline, remax, distill, "
-        "a name that --plugins registers, or MODULE:FUNCTION",
-        is_usual=True,
+    truncated_score: float | None = flag(
+        None, "score of a response that is cut, in place of its own; empty: its own"
     )
-    distill_loss: str = flag(
-        "reverse_kl",
-        "divergence from the teacher: [WEIGHT*]reverse_kl, forward_kl or jsd:BETA over the whole "
-        "vocabulary, or sampled: reverse KL of the sampled tokens, used as their advantage",
-        only_with="teacher_model_name_or_path",
-    )
-    kl_coef: float = flag(0.1, "weight of the KL penalty to the reference", low=0, is_usual=True)
-    kl_in: str = flag(
-        "",
-        "where to apply the KL penalty (reward or loss) and with which estimator (k1, k2 or k3); estimator "
-        "by default: k1 in the reward, k3 in the loss; empty: the algorithm's default",
-        choices=("", *(f"{at}{kind}" for at in ("reward", "loss") for kind in ("", ":k1", ":k2", ":k3"))),
-    )
-    kl_target: float = flag(
-        0.0, "adapt --kl_coef towards this KL, in nats per response; 0: fixed coefficient", low=0
-    )
-    kl_horizon: int = flag(
-        10_000,
-        "number of responses over which --kl_target adapts the coefficient",
-        low=1,
-        only_with="kl_target",
-    )
-    gamma: float = flag(1.0, "discount factor", low=0, high=1)
-    gae_lambda: float = flag(0.95, "lambda of GAE", low=0, high=1)
-    adv_norm: str = flag(
-        "",
-        "normalise advantages: whiten over the step (batch) or over the responses to each prompt (group), "
-        "or subtract the group mean and divide by the standard deviation of the step; empty: the "
-        "algorithm's default",
-        choices=("", "none", "batch", "group", "group_mean_batch_std"),
-    )
-    policy_loss: str = flag(
-        "ppo",
-        "policy loss: ppo, gspo, cispo, a name that --plugins registers, or MODULE:FUNCTION; options "
-        "follow, as in ppo:dual_clip=3, which bounds the loss at negative advantages",
-    )
-    clip_range: str = flag(
-        "",
-        "LOW[,HIGH]: clip the ratio to [1 - LOW, 1 + HIGH]; empty: the default of the policy loss, 0.2 for "
-        "ppo",
-    )
-    loss_aggregation: str = flag(
-        "",
-        "mean over tokens (token); mean over responses of their token means (sequence); sum over tokens "
-        "divided by responses x --max_answer_seq_len (constant); empty: the default of the policy loss, "
-        "else of the algorithm",
-        choices=("", "token", "sequence", "constant"),
-    )
-    rollout_correction: str = flag(
-        "none",
-        "importance weights of prox / sampler, where prox is the policy before the updates of the step: "
-        "tis:2 (truncated at 2), mis:0.5,2 (zero outside the bounds), seq_tis and seq_mis (per response), "
-        "geo_rs:0.999,1.001 (responses rejected by their geometric mean); the policy loss then clips the "
-        "ratio to prox",
-    )
-    prox_logprobs: str = flag(
-        "pass",
-        "log-probabilities of prox for --rollout_correction: from a forward pass, or log-linear between "
-        "those at rollout and those in the update, by the age of the token",
-        choices=("pass", "loglinear"),
-        only_with="rollout_correction!=none",
-    )
-    early_stop_kl: KLLimit = flag(
-        KLLimit("0"),
-        "stop the updates of a step after a minibatch whose approximate KL per token exceeds this; KL:skip:"
-        " skip the update of such a minibatch instead; 0: never",
-    )
-    early_stop_imp_ratio: float = flag(
-        0.0, "stop the updates of a step after a minibatch whose mean ratio exceeds this; 0: never", low=0
-    )
-    value_clip_range: float = flag(
-        0.2, "clip values to this range around the old values; 0: no clipping", low=0
-    )
-    value_loss: str = flag("mse", "value loss: squared error or Huber", choices=("mse", "huber"))
-    value_norm: str = flag(
-        "none",
-        "normalise returns for the critic by running mean and standard deviation: exponential (exp) or over"
-        " all returns so far (ma)",
-        choices=("none", "exp", "ma"),
-    )
-    value_norm_beta: float = flag(
-        0.99995,
-        "decay of the running mean and standard deviation",
-        low=0,
-        below=1,
-        only_with="value_norm=exp",
-    )
-    entropy_coef: float = flag(0.0, "weight of the entropy bonus")
-    old_logprobs: str = flag(
-        "auto",
-        "log-probabilities at rollout: the sampler's (rollout; strict also skips an optimizer step where "
-        "the trainer's differ too much), recomputed by a forward pass (recompute), or auto: recomputed "
-        "until sampler and trainer have agreed for a step",
-        choices=("auto", "rollout", "strict", "recompute"),
-        only_with="replay_sampling_support=False",
-    )
-    replay_sampling_support: bool = flag(
-        False,
-        "with --top_k or --top_p: renormalise probabilities over the tokens that could be sampled, in every"
-        " pass",
-        only_with="top_k top_p",
-    )
-
-    @property
-    def kl_place(self) -> str:
-        """Where the KL penalty goes: "reward" or "loss"."""
-        return self.kl_in.partition(":")[0]
-
-    @property
-    def kl_estimator(self) -> str:
-        """How it is estimated: "k1", "k2" or "k3"."""
-        return self.kl_in.partition(":")[2]
 
 
 @dataclass
@@ -381,20 +268,9 @@ class PPOArguments(
 ):
     """PPO."""
 
-    eval_fraction: float = flag(
-        0.0,
-        "fraction of the prompts of a data set to hold out if it has no evaluation split",
-        low=0,
-        below=1,
-        is_usual=True,
-    )
-    save_interval: Interval = flag(
-        Interval("20"),
-        "save a checkpoint every N PPO steps, every epoch, or at a time interval such as 30m, and at the "
-        "end; 0: only when the run is stopped",
-        may_change=True,
-        is_usual=True,
-    )
+    eval_fraction: float = same_flag(DataArguments, "eval_fraction", 0.0)
+    num_warmup_steps: int = same_flag(ScheduleArguments, "num_warmup_steps", 100)
+    save_interval: Interval = same_flag(CheckpointArguments, "save_interval", Interval("20"))
 
     @property
     def samples_per_step(self) -> int:

@@ -27,13 +27,9 @@ from common.runs.export import read_metadata
 from step3_ppo.algorithms import Algorithm, fill_defaults, find_algorithm, unused_flags
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.build_roles import build_role_specs, describe_bases, fill_ranks
-from step3_ppo.distillation import parse_distill_loss
 from step3_ppo.environments import KIND, import_environment
-from step3_ppo.policy_losses import build_policy_loss
+from step3_ppo.policy_losses import PolicyLossFunction, build_policy_loss
 from step3_ppo.rewards.reward_specs import RewardSpec, check_rewards
-from step3_ppo.rewards.score_shaping import parse_truncated
-from step3_ppo.rewards.text_rewards import parse_on_error
-from step3_ppo.rollout_correction import parse_correction
 
 VERIFIABLE = ("function", "http", KIND)  # kinds of rewards that check an answer
 MIN_REWARD_ACCURACY = 0.6  # held-out, below which a reward model is warned of
@@ -44,6 +40,7 @@ class PPOStart(Start):
     """The flags of step 3, and the results of its checks."""
 
     algorithm: Algorithm | None = None
+    policy_loss: PolicyLossFunction | None = None
     rewards: list[RewardSpec] = field(default_factory=list)
 
     def decode(self, token_ids: torch.Tensor) -> str:
@@ -63,7 +60,7 @@ def check_start_up(description: str, argv: Sequence[str] | None = None) -> PPOSt
         algorithm = start.algorithm = find_algorithm(args.algorithm)
         args = start.args = fill_defaults(args, algorithm)
         with problems.catch():
-            build_policy_loss(args.policy_loss, args.clip_range)
+            start.policy_loss = build_policy_loss(args)
         has_rewards = bool(args.reward or args.environment)
         if algorithm.needs_critic and has_rewards and not args.critic_model_name_or_path:
             args.critic_model_name_or_path = args.actor_model_name_or_path
@@ -117,14 +114,17 @@ def check_flags(args: PPOArguments, num_ranks: int, dtype: str, problems: Proble
         samples % update != 0,
         f"{sampled} = {samples} samples per rank must be a multiple of {trained} = {update}",
     )
-    caps, longest = args.max_tokens_per_micro_batch, args.max_prompt_seq_len + args.max_answer_seq_len
+    longest = args.max_prompt_seq_len + args.max_answer_seq_len
+    for name in ("max_tokens_per_micro_batch", "max_tokens_per_scoring_pass"):
+        problems.add_if(
+            0 < getattr(args, name) < longest,
+            f"{given(name)} is less than the longest sequence, "
+            f"{given('max_prompt_seq_len', 'max_answer_seq_len', by=' + ')}; raise it to at least {longest}",
+        )
     problems.add_if(
-        min(caps.train or longest, caps.score or longest) < longest,
-        f"--max_tokens_per_micro_batch {caps} is less than the longest sequence, "
-        f"{given('max_prompt_seq_len', 'max_answer_seq_len', by=' + ')}; raise it to at least {longest}",
+        0 < args.correction_high <= args.correction_low,
+        f"{given('correction_low')} is not below {given('correction_high')}; lower it",
     )
-    with problems.catch():
-        parse_correction(args.rollout_correction)
     problems.add_if(
         args.ref_ema_decay and args.offload_reference_model,
         f"--offload_reference_model has no effect with {given('ref_ema_decay')}: the averages are sharded "
@@ -215,9 +215,9 @@ def check_algorithm(args: PPOArguments, algorithm: Algorithm, problems: Problems
         f"{name} needs a critic: give --critic_model_name_or_path, the export/ folder of step 2",
     )
     problems.add_if(
-        args.truncated.startswith("bootstrap") and not algorithm.needs_critic,
-        f"--truncated {args.truncated} requires a critic, which {name} does not have; use "
-        "score, mask or a number",
+        args.truncated == "bootstrap" and not algorithm.needs_critic,
+        f"--truncated bootstrap requires a critic, which {name} does not have; use score or mask, or "
+        "--truncated_score",
     )
 
 
@@ -232,13 +232,11 @@ def check_teacher(args: PPOArguments, algorithm: Algorithm, problems: Problems) 
         )
         return
     problems.add_if(not teacher, f"{name} learns from a teacher: give --teacher_model_name_or_path")
-    with problems.catch():
-        loss = parse_distill_loss(args.distill_loss)
-        problems.add_if(
-            loss.beta is not None and args.replay_sampling_support,
-            f"--distill_loss {args.distill_loss} compares whole vocabularies, but --replay_sampling_support "
-            "leaves tokens out; use --distill_loss sampled, or leave that flag out",
-        )
+    problems.add_if(
+        args.distill_loss != "sampled" and args.replay_sampling_support,
+        f"--distill_loss {args.distill_loss} compares whole vocabularies, but --replay_sampling_support "
+        "leaves tokens out; use --distill_loss sampled, or leave that flag out",
+    )
     compared = {
         "--dynamic_sampling_rounds": args.dynamic_sampling_rounds > 0,
         "--keep_best": bool(args.keep_best),
@@ -261,9 +259,6 @@ def find_rewards(args: PPOArguments, algorithm: Algorithm | None, problems: Prob
     [] if a teacher replaces them.
     """
     path = args.critic_model_name_or_path
-    with problems.catch():
-        parse_on_error(args.reward_on_error)
-        parse_truncated(args.truncated)
     specs = check_rewards(args, problems) if args.reward else []
     if args.environment:
         specs.append(RewardSpec(KIND, args.environment, 1.0, KIND))

@@ -42,10 +42,11 @@ from step3_ppo.build_roles import build_roles
 from step3_ppo.checks import PPOStart, check_start_up
 from step3_ppo.environments import KIND, Environments
 from step3_ppo.evaluation import choose_prompts
+from step3_ppo.ppo_losses import PPOLosses
+from step3_ppo.ppo_math import KLController
 from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.reward_specs import build_text_reward, reward_bias
 from step3_ppo.rewards.scorer import Scorer
-from step3_ppo.rewards.text_rewards import parse_on_error
 from step3_ppo.roles import Roles
 from step3_ppo.rollout import Rollout
 from step3_ppo.trainer_state import TrainerState
@@ -109,11 +110,20 @@ def build_trainer(
     if args.environment:
         parts = (start.template, start.decode, args.max_prompt_seq_len)
         environments = Environments(args.environment, *parts)
-    on_error, bias = parse_on_error(args.reward_on_error), reward_bias(args.reward)
-    scores = Scorer(specs, texts, start.decode, on_error, environments, bias)
+    scores = Scorer(
+        specs,
+        texts,
+        start.decode,
+        environments,
+        reward_bias(args.reward),
+        on_error=args.reward_on_error,
+        default_score=args.reward_default_score,
+    )
     rollout = Rollout(args, roles, scores, needs_greedy=algorithm.needs_greedy)
     logger = build_logger(args, COLUMNS, num_steps)
-    return PPOTrainer(args, algorithm, rollout, prompts, pretraining, logger, held_out)
+    kl = KLController(args.kl_coef, args.kl_target, args.kl_horizon)
+    losses = PPOLosses(args, roles, kl, start.policy_loss, pretraining)
+    return PPOTrainer(algorithm, rollout, losses, prompts, logger, held_out)
 
 
 def topology_lines(args: PPOArguments, roles: Roles) -> list[str]:

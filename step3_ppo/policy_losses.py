@@ -2,11 +2,11 @@
 
 A loss is called as `loss(tokens, clip_range, **options) -> (losses (N) fp32, statistics)`: one loss a token,
 unreduced, and numbers or truth values (N) by name, whose means over the tokens that count are logged as
-policy/NAME. `clip_range` is what --clip_range says, below and above 1. The caller multiplies the losses by
-the weights of --rollout_correction, adds the KL penalty and the entropy bonus where the flags ask for them,
-and takes the mean. A loss is registered by name, with the defaults that it brings:
+policy/NAME. `clip_range` is (--clip_range, --clip_range_high), below and above 1. The caller multiplies the
+losses by the weights of --rollout_correction, adds the KL penalty and the entropy bonus where the flags ask
+for them, and takes the mean. A loss is registered by name, with the defaults that it brings:
 
-    @register_policy_loss("mine", clip_range="0.2,0.28")  # --policy_loss mine:sharpness=2
+    @register_policy_loss("mine", clip_range=0.2, clip_range_high=0.28)  # --policy_loss mine:sharpness=2
     def mine(tokens, clip_range, sharpness=1.0):
         ...
 
@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from common.flags.plugins import FunctionsByName
+from step3_ppo.arguments import PPOArguments
 from step3_ppo.ppo_math import policy_log_ratio
 
 ClipRange = tuple[float, float]
@@ -58,6 +59,7 @@ class LossTokens(NamedTuple):
 
 
 LossFunction = Callable[..., Losses]
+PolicyLossFunction = Callable[[LossTokens], Losses]  # with its options and its range
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class PolicyLoss:
 
     name: str
     function: LossFunction
-    clip_range: str = "0.2"
+    clip_range: float = 0.2
+    clip_range_high: float = 0.0  # 0: as clip_range
     loss_aggregation: str = ""  # empty: as the algorithm does
 
 
@@ -99,28 +102,14 @@ def find_policy_loss(text: str) -> tuple[PolicyLoss, dict[str, float]]:
     return loss, options
 
 
-def parse_clip_range(text: str) -> ClipRange:
-    """Parse `--clip_range LOW[,HIGH]`. Raises ValueError."""
-    try:
-        low, *rest = map(float, text.split(","))
-        (high,) = rest or [low]
-        if 0 < low < math.inf and 0 < high < math.inf:
-            return low, high
-    except ValueError:
-        pass
-    raise ValueError(
-        f"--clip_range {text}: give one number above 0, or two: the range below and above 1, such as 0.2,0.28"
-    )
+def build_policy_loss(args: PPOArguments) -> PolicyLossFunction:
+    """The loss that the flags name, tried on two tokens; `args` have their empty flags filled in.
 
-
-def build_policy_loss(policy_loss: str, clip_range: str) -> Callable[[LossTokens], Losses]:
-    """The loss that the flags name, tried on two tokens.
-
-    Raises ValueError: see `find_policy_loss` and `parse_clip_range`; also if the function fails on two
-    tokens, or does not return one loss per token.
+    Raises ValueError: see `find_policy_loss`; also if the function fails on two tokens, or does not return
+    one loss per token.
     """
-    loss, options = find_policy_loss(policy_loss)
-    bounds = parse_clip_range(clip_range)
+    loss, options = find_policy_loss(args.policy_loss)
+    bounds = (args.clip_range, args.clip_range_high or args.clip_range)
 
     def function(tokens: LossTokens) -> Losses:
         return loss.function(tokens, bounds, **options)
@@ -133,13 +122,13 @@ def build_policy_loss(policy_loss: str, clip_range: str) -> Callable[[LossTokens
         shapes = {name: tuple(x.shape) for name, x in ({"the loss": losses} | statistics).items()}
     except Exception as error:  # a function of one's own raises what it likes
         raise ValueError(
-            f"--policy_loss {policy_loss}: it raised {type(error).__name__} on two tokens: {error}"
+            f"--policy_loss {args.policy_loss}: it raised {type(error).__name__} on two tokens: {error}"
         ) from error
     for name, shape in shapes.items():
         if shape != (2,):
             raise ValueError(
-                f"--policy_loss {policy_loss}: {name} of two tokens has the shape {shape}, not (2,): return "
-                "one number per token, unreduced"
+                f"--policy_loss {args.policy_loss}: {name} of two tokens has the shape {shape}, not (2,): "
+                "return one number per token, unreduced"
             )
     return function
 
@@ -181,7 +170,7 @@ def ppo(tokens: LossTokens, clip_range: ClipRange, dual_clip: float = 0.0) -> Lo
     return clipped_surrogate(tokens.log_ratio().exp(), tokens.advantages, clip_range, dual_clip)
 
 
-@register_policy_loss("gspo", clip_range="3e-4,4e-4", loss_aggregation="sequence")
+@register_policy_loss("gspo", clip_range=3e-4, clip_range_high=4e-4, loss_aggregation="sequence")
 def gspo(tokens: LossTokens, clip_range: ClipRange) -> Losses:
     """`clipped_surrogate` of the geometric mean of a response's ratios, at each of its tokens.
 
@@ -195,7 +184,7 @@ def gspo(tokens: LossTokens, clip_range: ClipRange) -> Losses:
     return clipped_surrogate(ratio, tokens.advantages, clip_range)
 
 
-@register_policy_loss("cispo", clip_range="1,0.2", loss_aggregation="token")
+@register_policy_loss("cispo", clip_range=1.0, clip_range_high=0.2, loss_aggregation="token")
 def cispo(tokens: LossTokens, clip_range: ClipRange) -> Losses:
     """-clamp(ratio, 1 - low, 1 + high) A log p of each token; no gradient flows through the ratio.
 

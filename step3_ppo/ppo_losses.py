@@ -14,9 +14,9 @@ from common.engine.engine_step import Gradients, LossTerm, Stat, compute_gradien
 from common.models.policy_model import compute_nll_sum, count_targets
 from common.models.router_loss import add_router_loss
 from common.ranks import distributed, watchdog
+from step3_ppo.algorithms import divergence_beta
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.distillation import parse_distill_loss
-from step3_ppo.policy_losses import LossTokens, build_policy_loss
+from step3_ppo.policy_losses import LossTokens, PolicyLossFunction
 from step3_ppo.ppo_math import (
     KLController,
     kl_estimate,
@@ -24,7 +24,7 @@ from step3_ppo.ppo_math import (
     value_loss_terms,
 )
 from step3_ppo.roles import Roles, has_text_steps
-from step3_ppo.rollout_correction import Correction, mean_weights, weigh_tokens
+from step3_ppo.rollout_correction import find_correction, mean_weights, weigh_tokens
 from step3_ppo.trainer_state import NUM_TOKENS
 
 Sums = tuple[torch.Tensor | float, dict[str, Stat]]
@@ -38,29 +38,29 @@ class PPOLosses:
         args: PPOArguments,
         roles: Roles,
         kl: KLController,
+        policy_loss: PolicyLossFunction,
         pretraining: GlobalBatches | None = None,
-        correction: Correction | None = None,
     ) -> None:
-        """`pretraining` is text for the unsupervised loss; `correction` is for --prox_logprobs loglinear."""
+        """`policy_loss` is of `build_policy_loss`; `pretraining` is text for the unsupervised loss."""
         self.args, self.roles, self.kl, self.pretraining = args, roles, kl, pretraining
-        self.correction = correction
-        self.policy_loss = build_policy_loss(args.policy_loss, args.clip_range)
-        has_teacher = bool(args.teacher_model_name_or_path)
-        self.distill = parse_distill_loss(args.distill_loss) if has_teacher else None
+        self.policy_loss = policy_loss
+        self.correction = find_correction(args)
 
     def update(self, micro_batches: list[PackedBatch], max_gap: float = math.inf) -> dict[str, float]:
         """Make an optimizer step of the actor and, if there is one, the critic; return their metrics.
 
         Both steps are made, or neither: neither if sampler and trainer differ by more than `max_gap` nats per
         token. `NUM_TOKENS` in the metrics is the number of tokens that the actor learned from. Returns {} if
-        there are none, or if --early_stop_kl skips the update. Every rank must call this. Raises StepRefused.
+        there are none, or if --early_stop_action skips the update. Every rank must call this. Raises
+        StepRefused.
         """
         num_tokens = distributed.sum_float(sum(map(sum_of("loss_mask"), micro_batches)))
         if not num_tokens:
             return {}
         gradients = {"policy": self.compute_actor_gradients(micro_batches)}
         limit = self.args.early_stop_kl
-        if limit.is_skip and limit.is_exceeded(gradients["policy"].means["policy/approx_kl"]):
+        is_far = 0 < limit < gradients["policy"].means["policy/approx_kl"]
+        if is_far and self.args.early_stop_action == "skip":
             skip_step(self.roles.actor.model)
             return {}
         if self.roles.critic:
@@ -117,7 +117,7 @@ class PPOLosses:
         tokens = loss_tokens(data, len(batch), logprobs, entropies)
         losses, of_loss = self.policy_loss(tokens)
         mask, losses = tokens.mask, losses * tokens.weights
-        if args.kl_place == "loss":
+        if args.kl_in == "loss":
             kl = kl_loss_terms(logprobs, data["ref_logprobs"], mask, args.kl_estimator)
             losses = losses + self.kl.coef * kl
             stats["policy/kl_loss"] = (kl.sum(), mask.sum())
@@ -141,23 +141,24 @@ class PPOLosses:
         self, batch: PackedBatch, data: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, Sums]:
         """Log-probabilities and entropies of the response tokens, and what a teacher adds to the sums."""
-        actor, distill = self.roles.actor, self.distill
-        if distill is None:
+        actor, args = self.roles.actor, self.args
+        if not args.teacher_model_name_or_path:
             return *actor.compute_logprobs(batch, with_entropy=True), (0.0, {})
         mask, weights, ref_logprobs = data["loss_mask"], data["loss_weights"], data["ref_logprobs"]
-        if distill.beta is None:
+        beta = divergence_beta(args)
+        if beta is None:
             logprobs, entropies = actor.compute_logprobs(batch, with_entropy=True)
             divergences = logprobs.detach() - ref_logprobs
             total, added = (divergences * weights).sum(), 0.0  # the advantages have it
         else:
             logprobs, entropies, total, divergences = actor.compute_divergence(
-                batch, self.roles.reference, distill.beta, weights
+                batch, self.roles.reference, beta, weights
             )
-            added = distill.weight * total
+            added = args.distill_weight * total
             if "scores" not in data:
                 logprobs = logprobs.detach()  # no advantage: a backward pass of zeros less
         stats = {
-            "distill/loss": distill.weight * total.detach(),
+            "distill/loss": args.distill_weight * total.detach(),
             "distill/divergence": (torch.where(mask, divergences, 0.0).sum(), mask.sum()),
             "distill/teacher_logprob": (torch.where(mask, ref_logprobs, 0.0).sum(), mask.sum()),
         }

@@ -19,17 +19,15 @@ from common.runs.run import Run
 from common.runs.run_logger import RunLogger
 from step3_ppo import metrics
 from step3_ppo.algorithms import Algorithm, step_mean
-from step3_ppo.arguments import PPOArguments
 from step3_ppo.evaluation import Evaluation
 from step3_ppo.hooks import run_hooks
 from step3_ppo.ppo_losses import PPOLosses
-from step3_ppo.ppo_math import KLController, loss_weights
+from step3_ppo.ppo_math import loss_weights
 from step3_ppo.roles import has_text_steps
 from step3_ppo.rollout import Rollout, join_scores
 from step3_ppo.rollout_batch import cut_minibatches, gather_numbers, put_back, tokens, with_tokens
 from step3_ppo.rollout_correction import (
     Correction,
-    parse_correction,
     prox_share,
     summarise_weights,
     weigh_tokens,
@@ -42,20 +40,19 @@ class PPOTrainer:
 
     def __init__(
         self,
-        args: PPOArguments,
         algorithm: Algorithm,
         rollout: Rollout,
+        losses: PPOLosses,
         prompts: GlobalBatches,
-        pretraining: GlobalBatches | None,
         logger: RunLogger,
         held_out: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """`pretraining` is text for the unsupervised loss, `held_out` are prompts for evaluation."""
+        """`held_out` are prompts for evaluation."""
+        args = losses.args
         self.args, self.algorithm, self.rollout, self.roles = args, algorithm, rollout, rollout.roles
-        self.prompts, self.logger = prompts, logger
-        self.kl_controller = KLController(args.kl_coef, args.kl_target, args.kl_horizon)
-        self.correction = parse_correction(args.rollout_correction)
-        self.losses = PPOLosses(args, self.roles, self.kl_controller, pretraining, self.correction)
+        self.prompts, self.logger, self.losses = prompts, logger, losses
+        self.kl_controller = losses.kl
+        self.correction = losses.correction
         self.value_normaliser, self.ema, self.evaluation = None, None, None
         if algorithm.needs_critic and args.value_norm != "none":
             self.value_normaliser = ValueNormaliser(args.value_norm, args.value_norm_beta)
@@ -220,7 +217,7 @@ class PPOTrainer:
             self.ema.update()
         if "policy/approx_kl" in means:  # a step on text has none
             is_far = 0 < self.args.early_stop_imp_ratio < means["policy/ratio"]
-            current.is_done = is_far or self.args.early_stop_kl.is_exceeded(means["policy/approx_kl"])
+            current.is_done = is_far or 0 < self.args.early_stop_kl < means["policy/approx_kl"]
         return True
 
     def finish_step(self, current: OpenStep) -> dict[str, float]:

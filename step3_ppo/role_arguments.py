@@ -52,7 +52,6 @@ class RoleArguments:
         "",
         "--offload for the critic; empty: the value of --offload",
         choices=("", "none", "optimizer", "param", "all"),
-        const="all",
         may_change=True,
     )
     actor_gradient_checkpointing: bool = flag(

@@ -15,8 +15,8 @@ from common.data.packed_batch import ROW_IDS, PackedBatch, prompt_texts
 from common.models.output_head import SamplingMask
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused
+from step3_ppo.algorithms import divergence_beta
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.distillation import parse_distill_loss
 from step3_ppo.environments import KIND, NUM_TURNS, Conversation, scores_of
 from step3_ppo.ppo_math import constant_groups
 from step3_ppo.rewards.scorer import PREFIX, PromptTexts, Scorer
@@ -47,9 +47,10 @@ class Rollout:
         self.environments = scores.environments
         most = args.per_device_training_batch_size * (args.max_prompt_seq_len + args.max_answer_seq_len)
         actor = roles.actor
-        caps, layout = args.max_tokens_per_micro_batch, (actor.is_packed, actor.shares_prompts)
-        self.cap = TokenCap(caps.train or most, *layout)
-        self.score_cap = TokenCap(caps.score or most, *layout)
+        layout = (actor.is_packed, actor.shares_prompts)
+        max_tokens = args.max_tokens_per_micro_batch or most
+        self.cap = TokenCap(max_tokens, *layout)
+        self.score_cap = TokenCap(args.max_tokens_per_scoring_pass or max_tokens, *layout)
         self.needs_greedy = needs_greedy
         self.refilled_fraction = 0.0  # of the last batch's groups
         self.source = "recompute" if args.replay_sampling_support else args.old_logprobs
@@ -247,7 +248,7 @@ class Rollout:
         ref_logprobs: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
         """Divergence of each token's distribution from the teacher's, by --distill_loss."""
-        beta = parse_distill_loss(self.args.distill_loss).beta
+        beta = divergence_beta(self.args)
         if beta is None:
             return [old - ref for old, ref in zip(old_logprobs, ref_logprobs, strict=True)]
         return self.roles.actor.find_divergences(micro_batches, self.roles.reference, beta)

@@ -1,6 +1,6 @@
 """Importance-sampling correction for a sampler that differs from the policy before the updates.
 
-`--rollout_correction FORM[:[LOWER,]UPPER]`. The sampler is another policy when its rollouts are stale, and,
+The sampler is another policy when its rollouts are stale, and,
 by rounding, when it computes otherwise than the trainer. The ratio of the loss is then taken to the trainer's
 policy before the updates (prox), and the loss weighed by prox / sampler: decoupled PPO, arXiv:2505.24298.
 
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from common.data.packed_batch import PackedBatch
+from step3_ppo.arguments import PPOArguments
 from step3_ppo.ppo_math import MAX_LOG_RATIO
 from step3_ppo.rollout_batch import on_every_token, tokens, with_tokens
 
@@ -49,31 +50,12 @@ FORMS = {
 }
 
 
-def parse_correction(text: str) -> Correction | None:
-    """Parse `--rollout_correction`; None for none. Raises ValueError."""
-    name, colon, bounds_text = text.partition(":")
-    if text == "none":
-        return None
-    form = FORMS.get(name)
-    if form is None:
-        raise ValueError(
-            f"--rollout_correction {text}: choose none, {', '.join(FORMS)}; bounds follow it, such as "
-            "tis:2 or mis:0.5,2"
-        )
-    if not colon:
+def find_correction(args: PPOArguments) -> Correction | None:
+    """The form of --rollout_correction with the bounds of the flags; None for none."""
+    form = FORMS.get(args.rollout_correction)
+    if form is None or not args.correction_high:
         return form
-    try:
-        *rest, upper = map(float, bounds_text.split(","))
-        (lower,) = rest or [0.0]
-        is_right = 0 <= lower < upper and upper > 0
-    except ValueError:
-        is_right = False
-    if not is_right:
-        raise ValueError(
-            f"--rollout_correction {text}: {bounds_text!r} is neither an upper bound above 0 nor a lower "
-            "and a larger upper one, such as 2 or 0.5,2; inf is no bound"
-        )
-    return replace(form, lower=lower, upper=upper)
+    return replace(form, lower=args.correction_low, upper=args.correction_high)
 
 
 class Weights(NamedTuple):

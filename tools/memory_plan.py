@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_
 from transformers import PreTrainedModel
 
-from common.flags.optimizer import parse_optimizer
 from common.generation.generate import PREFILL_TOKENS
 from common.generation.kv_cache import kv_bytes_per_token
 from common.models.attention import backbone_of
@@ -151,7 +150,7 @@ def _hold_training_state(run: Run, role: Role, verb: str, moment: Moment) -> Non
     is_lent = is_generating and run.args.offload_states_for_generation and role.states_can_move
     o = DTYPES[run.args.optimizer_dtype].itemsize
     # Muon's share of the weights has one moment.
-    share = role.model.num_in_matrices / trained if parse_optimizer(run.args.optimizer).has_muon else 0.0
+    share = role.model.num_in_matrices / trained if run.args.optimizer == "muon" else 0.0
     moment.hold(name, "optimizer", o * (has_copy + 2 - share) * shard, on_cpu=is_away or is_lent)
     if role is run.actor and (num_averages := bool(run.args.ema_decay) + bool(run.args.ref_ema_decay)):
         moment.hold(name, "EMA", num_averages * 4.0 * trained / run.num_ranks, on_cpu=role.params_on_cpu)

@@ -20,7 +20,6 @@ import torch
 
 from common.flags.args import Problems
 from common.flags.streams import run_tool
-from common.flags.value_forms import TokenCaps
 from common.generation.tp_plans import working_tp_sizes
 from common.programs import startup
 from common.ranks import distributed
@@ -255,12 +254,14 @@ def candidate_changes(run: Run) -> Iterator[Change]:
         yield Change({"dtype": "fp16"}, "16 bits: rounder numbers, and faster")
     recompute = {f"{role}gradient_checkpointing": True for role in roles}
     yield Change(recompute, "a third more arithmetic in training")
-    caps = args.max_tokens_per_micro_batch
-    if caps.score != caps.train:
-        yield Change({"max_tokens_per_micro_batch": TokenCaps(f"{caps.train}")}, "smaller passes for scores")
-    if caps:
-        for n in halvings(caps.train, run.row_length):
-            yield Change({"max_tokens_per_micro_batch": TokenCaps(f"{n}")}, "more and smaller passes")
+    cap = args.max_tokens_per_micro_batch
+    no_other: dict[str, Any] = {}
+    if is_ppo and args.max_tokens_per_scoring_pass not in (0, cap):
+        no_other = {"max_tokens_per_scoring_pass": 0}
+        yield Change(no_other, "smaller passes for scores")
+    if cap:
+        for n in halvings(cap, run.row_length):
+            yield Change({"max_tokens_per_micro_batch": n} | no_other, "more and smaller passes")
     else:
         name = "per_device_training_batch_size" if is_ppo else "per_device_train_batch_size"
         yield from _in_parts(args, name, "gradient_accumulation_steps", "more and smaller passes")

@@ -206,7 +206,7 @@ class Run:
         self.num_bytes = DTYPES[args.dtype].itemsize  # of a weight
         self.roles = build_roles(args, specs, models)
         is_ppo = args.stage == 3
-        cap = args.max_tokens_per_micro_batch.train
+        cap = args.max_tokens_per_micro_batch
         self.actor = self.roles[0] if is_ppo else None  # the role that generates
         self.length = sequence_length(args)
         sequences_of_row = 2 if args.stage == 2 and not args.is_unpaired else 1  # pairs
@@ -219,10 +219,11 @@ class Run:
         self.tokens_per_pass = max(cap, self.row_length) if cap else rows * self.row_length
         if not (cap or args.packed):
             self.tokens_per_pass = self.count_tokens(rows)
-        scored = args.max_tokens_per_micro_batch.score
-        self.tokens_per_score = max(scored, self.row_length) if scored else self.tokens_per_pass
+        self.tokens_per_score = self.tokens_per_pass
         if not is_ppo:  # an evaluation's passes
             self.tokens_per_score = args.per_device_eval_batch_size * self.row_length
+        elif args.max_tokens_per_scoring_pass:
+            self.tokens_per_score = max(args.max_tokens_per_scoring_pass, self.row_length)
         # Of a rank and optimizer step, then of its passes.
         self.sequences_per_update = rows * sequences_of_row * args.gradient_accumulation_steps
         num_tokens = self.count_tokens(self.sequences_per_update // sequences_of_row)

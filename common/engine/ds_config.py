@@ -16,7 +16,6 @@ from torch import nn
 from transformers import get_scheduler
 
 from common.engine.muon import Muon, is_hidden_matrix
-from common.flags.optimizer import ADAMW, OptimizerSpec, parse_optimizer
 from common.ranks import distributed
 from common.ranks.zero3 import is_sharded
 
@@ -168,7 +167,8 @@ def build_optimizer(
     learning_rate: float,
     weight_decay: float = 0.0,
     lora_learning_rate: float = 1e-4,
-    spec: OptimizerSpec = ADAMW,
+    optimizer: str = "adamw",
+    muon_learning_rate: float | None = None,
 ) -> torch.optim.AdamW:
     """torch's fused AdamW over the trained parameters, the same on GPUs, on CPUs and under offload; or Muon,
     which uses AdamW for everything but the matrices of hidden layers.
@@ -176,8 +176,9 @@ def build_optimizer(
     Parameter groups are matrices, vectors without weight decay, LoRA factors with their own learning rate,
     and Muon's matrices; `rate_name` is the log name of a group's learning rate.
     """
-    has_own_rate = spec.muon_learning_rate is not None
-    muon_rate = spec.muon_learning_rate if has_own_rate else learning_rate
+    has_own_rate = muon_learning_rate is not None
+    muon_rate = muon_learning_rate if has_own_rate else learning_rate
+    is_muon = optimizer == "muon"
     rates = {"decay": learning_rate, "no_decay": learning_rate, "lora": lora_learning_rate, "muon": muon_rate}
     names = {"lora": "lora_learning_rate"} | ({"muon": "muon_learning_rate"} if has_own_rate else {})
     groups: dict[str, dict[str, Any]] = {}
@@ -189,11 +190,11 @@ def build_optimizer(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             is_vector = any(word in name.lower() for word in NO_DECAY_NAMES)
-            is_muons = spec.has_muon and not is_vector and is_hidden_matrix(name, parameter)
+            is_muons = is_muon and not is_vector and is_hidden_matrix(name, parameter)
             group = "lora" if "lora_" in name else "no_decay" if is_vector else "decay"
             groups["muon" if is_muons else group]["params"].append(parameter)
     used = [group for group in groups.values() if group["params"]]
-    kind = Muon if spec.has_muon else torch.optim.AdamW
+    kind = Muon if is_muon else torch.optim.AdamW
     return kind(used, lr=learning_rate, betas=(0.9, 0.95), fused=True)
 
 
@@ -221,7 +222,8 @@ def build_engine(
         learning_rate=role.learning_rate,
         weight_decay=role.weight_decay,
         lora_learning_rate=role.lora_learning_rate,
-        spec=parse_optimizer(args.optimizer),
+        optimizer=args.optimizer,
+        muon_learning_rate=args.muon_learning_rate,
     )
     schedule = get_scheduler(
         args.lr_scheduler_type,

@@ -7,6 +7,7 @@ start-up checks add theirs; `exit_if_any` prints all of them and exits with code
 """
 
 import argparse
+import copy
 import dataclasses
 import difflib
 import functools
@@ -17,12 +18,11 @@ import typing
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from common.flags.other_names import IGNORED, OLDER_NAMES, REMOVED, SWITCHES
+from common.flags.other_names import IGNORED, OLDER_NAMES, REMOVED, SWITCHES, WITHOUT_VALUE, split_values
 from common.flags.problems import KINDS, RANGE, Problems, describe_range, is_usable, shortened
 
 MOST_SHOWN = 40  # flags of a program that --help shows all of
 REQUIRED = object()
-NO_VALUE = object()  # what the parser gives for a flag without its value
 T = TypeVar("T")
 
 
@@ -31,7 +31,6 @@ def flag(
     help: str,
     *,
     choices: tuple = (),
-    const: Any = None,
     only_with: str = "",
     may_change: bool = False,
     is_usual: bool = False,
@@ -39,7 +38,7 @@ def flag(
 ) -> Any:
     """Dataclass field that `parse_args` turns into a flag.
 
-    `default=REQUIRED` makes the flag mandatory; `const` is the value of a flag given without one.
+    `default=REQUIRED` makes the flag mandatory.
     `only_with` lists flags, NAME, NAME=VALUE or NAME!=VALUE, at least one of which the flag needs to have an
     effect. `may_change`: a resumed run may pass another value; results then change by rounding only.
     `is_usual`: --help shows the flag in programs with more than `MOST_SHOWN` flags. `limits` bound a number,
@@ -48,7 +47,6 @@ def flag(
     metadata = {
         "help": help,
         "choices": choices,
-        "const": const,
         "only_with": only_with,
         "may_change": may_change,
         "is_usual": is_usual,
@@ -58,6 +56,19 @@ def flag(
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=None if default is REQUIRED else default, metadata=metadata)
+
+
+def same_flag(group: type, name: str, default: Any = dataclasses.MISSING) -> Any:
+    """Dataclass field of a flag that `group` defines, with another default if one is given."""
+    field = copy.copy(group.__dataclass_fields__[name])
+    if default is not dataclasses.MISSING:
+        field.default = default
+    return field
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    """Default value of a field."""
+    return field.default_factory() if field_type(field)[1] else field.default
 
 
 def field_type(field: dataclasses.Field) -> tuple[type, bool]:
@@ -70,53 +81,79 @@ def field_type(field: dataclasses.Field) -> tuple[type, bool]:
     return annotation, False
 
 
+def typed(field: dataclasses.Field, value: Any) -> Any:
+    """A saved value in the present type of a flag, which may have been another one. Raises ValueError."""
+    scalar, is_list = field_type(field)
+    if is_list or value is None or isinstance(value, scalar):
+        return value
+    return scalar(str(value))
+
+
 def _build_parser(cls: type, description: str, *, shows_all: bool) -> argparse.ArgumentParser:
-    shows_all = shows_all or len(dataclasses.fields(cls)) <= MOST_SHOWN
-    more = "" if shows_all else " These are the flags of a usual run; --help_all shows all of them."
+    fields = dataclasses.fields(cls)
+    shows_all = shows_all or len(fields) <= MOST_SHOWN
+    if not shows_all:
+        description += " These are the flags of a usual run; --help_all shows all of them."
     parser = argparse.ArgumentParser(
         usage="%(prog)s [--flag value ...]",
-        description=description + more,
+        description=description,
         formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=36),
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
+        exit_on_error=False,
     )
     # -1e-3 and -2*model:PATH are values too, not flags: no flag of ours begins with a digit.
     parser._negative_number_matcher = re.compile(r"-\.?\d")  # type: ignore[attr-defined]
-    names, groups = cls.__dataclass_fields__, {}
-    bases = [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]
-    for field in dataclasses.fields(cls):
-        owner = next(base for base in bases if field.name in base.__dataclass_fields__)
-        if owner not in groups:
-            title = (owner.__doc__ or owner.__name__).splitlines()[0].removesuffix(".")
-            groups[owner] = parser.add_argument_group(title)
-        scalar, is_list = field_type(field)
-        default = field.default_factory() if is_list else field.default
-        shown = "required" if field.metadata["required"] else f"default: {default!r}"
-        text = field.metadata["help"]
-        text = text if shows_all else text.split(";")[0]
-        options: dict[str, Any] = {"help": f"{text} ({shown})".replace("%", "%%")}
-        if not shows_all and not field.metadata["is_usual"]:
-            options["help"] = argparse.SUPPRESS
-        options["metavar"] = "|".join(map(str, field.metadata["choices"])) or scalar.__name__.upper()
-        if scalar is bool:
-            options |= {"nargs": "?", "const": "true", "metavar": "true|false"}
-        elif is_list:
-            options["nargs"] = "*"
-        else:
-            options |= {"nargs": "?", "const": field.metadata["const"] or NO_VALUE}
+    groups: dict[str, Any] = {}
+    names = {field.name for field in fields}
+    for field in fields:
+        title = _group_title(cls, field.name)
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
         older = OLDER_NAMES.get(field.name)
-        is_free = older and older not in names
-        groups[owner].add_argument(f"--{field.name}", *[f"--{older}"] * bool(is_free), **options)
+        _add_flag(groups[title], field, older if older not in names else None, shows_all=shows_all)
+    _add_other_names(parser, names, shows_all=shows_all)
+    return parser
+
+
+def _group_title(cls: type, name: str) -> str:
+    """Title of a flag's group: the first line of the docstring of the dataclass that first defines it."""
+    bases = [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]
+    owner = next(base for base in bases if name in base.__dataclass_fields__)
+    return (owner.__doc__ or owner.__name__).splitlines()[0].removesuffix(".")
+
+
+def _add_flag(group: Any, field: dataclasses.Field, older: str | None, *, shows_all: bool) -> None:
+    """Add a flag, under its older name too, to a group of a parser, which gives None for a missing value."""
+    scalar, is_list = field_type(field)
+    metadata = field.metadata
+    metavar = "|".join(map(str, metadata["choices"])) or scalar.__name__.upper()
+    const = WITHOUT_VALUE.get(field.name)
+    if scalar is bool:
+        metavar = "true|false"
+        const = "true"
+    text = argparse.SUPPRESS
+    if shows_all or metadata["is_usual"]:
+        text = metadata["help"]
+        if not shows_all:
+            text = text.split(";")[0]
+        shown = "required" if metadata["required"] else f"default: {default_of(field)!r}"
+        text = f"{text} ({shown})".replace("%", "%%")
+    names = [f"--{name}" for name in (field.name, older) if name]
+    group.add_argument(*names, nargs="*" if is_list else "?", const=const, metavar=metavar, help=text)
+
+
+def _add_other_names(parser: argparse.ArgumentParser, names: set[str], *, shows_all: bool) -> None:
+    """Add DeepSpeed-Chat's switches and flags without effect to the parser of a program with these flags."""
     group = parser.add_argument_group("DeepSpeed-Chat's flags")
     for name, (flag_name, value) in SWITCHES.items():
         if flag_name in names:
-            shown = f"as --{flag_name} {value}" if shows_all else argparse.SUPPRESS
-            group.add_argument(f"--{name}", nargs="?", const="true", metavar="true|false", help=shown)
+            text = f"as --{flag_name} {value}" if shows_all else argparse.SUPPRESS
+            group.add_argument(f"--{name}", nargs="?", const="true", metavar="true|false", help=text)
     for name, reason in IGNORED.items():
         if "eot_token" in names and name not in names:  # a program that loads a tokenizer
-            shown = f"no effect: {reason}" if shows_all else argparse.SUPPRESS
-            group.add_argument(f"--{name}", nargs="*", metavar="...", help=shown)
-    return parser
+            text = f"no effect: {reason}" if shows_all else argparse.SUPPRESS
+            group.add_argument(f"--{name}", nargs="*", metavar="...", help=text)
 
 
 def parse_args(
@@ -137,26 +174,23 @@ def parse_args(
         argv = [f"--{leading}", *argv]
     shows_all = "--help_all" in argv
     parser = _build_parser(cls, description, shows_all=shows_all)
-    if shows_all:
-        argv = ["--help"]
-
-    def refuse(message: str) -> None:
-        problems.add(message)
+    try:
+        words, unknown = parser.parse_known_args(["--help"] if shows_all else argv)
+    except argparse.ArgumentError as error:
+        problems.add(str(error))
         problems.exit_if_any()
-
-    parser.error = refuse  # type: ignore[method-assign,assignment]
-    words, unknown = parser.parse_known_args(argv)
     given = vars(words)
     _apply_switches(given, problems)
+    problems.notes += split_values(given, cls.__dataclass_fields__)
     # Words behind an unknown flag are its values.
     for word in [word for word in unknown if word.startswith("-")] or unknown:
         _add_unknown(shortened(word), list(cls.__dataclass_fields__), problems)
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
-        text, is_required = given.get(field.name), field.metadata["required"]
-        if text is NO_VALUE:
+        text = given.get(field.name)
+        if text is None and field.name in given:
             problems.add(f"--{field.name} needs a value: {field.metadata['help']}")
-        elif is_required and not text:
+        elif field.metadata["required"] and not text:
             problems.add(f"--{field.name} is required: {field.metadata['help']}")
         elif text is not None:
             try:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from common.flags.args import flag
-from common.flags.value_forms import Interval, TokenCaps
+from common.flags.value_forms import Interval
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
@@ -97,6 +97,9 @@ class ScheduleArguments:
         "learning-rate schedule",
         choices=SCHEDULES,
     )
+    num_warmup_steps: int = flag(
+        0, "optimizer steps of linear warm-up", low=0, only_with="lr_scheduler_type!=constant"
+    )
 
 
 @dataclass
@@ -110,11 +113,12 @@ class PackingArguments:
         may_change=True,
         is_usual=True,
     )
-    max_tokens_per_micro_batch: TokenCaps = flag(
-        TokenCaps("0"),
-        "token budget of a micro-batch, in place of a number of rows; TRAIN,SCORE: in step 3 another budget"
-        " for passes without gradients; 0: by rows, but 2,048 in steps 1 and 2 on a CPU",
+    max_tokens_per_micro_batch: int = flag(
+        0,
+        "token budget of a micro-batch, in place of a number of rows; 0: by rows, but 2,048 in steps 1 and 2"
+        " on a CPU",
         may_change=True,
+        low=0,
     )
 
 
@@ -149,7 +153,6 @@ class RunArguments:
         "none",
         "what to offload to the CPU: optimizer state, parameters (ZeRO-3 only) or all; without a value: all",
         choices=("none", "optimizer", "param", "all"),
-        const="all",
         may_change=True,
     )
     gradient_clipping: float = flag(1.0, "maximum global gradient norm; 0: no clipping", low=0)

@@ -1,20 +1,10 @@
 """Flags for the optimizer and the precision of its states. Does not import torch."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from common.flags.args import flag
-from common.flags.problems import Problems, is_usable
-
-
-class OptimizerSpec(NamedTuple):
-    """The parsed value of --optimizer."""
-
-    has_muon: bool = False
-    muon_learning_rate: float | None = None  # None: that of the other weights
-
-
-ADAMW = OptimizerSpec()
+from common.flags.problems import Problems
 
 
 @dataclass
@@ -23,8 +13,14 @@ class OptimizerArguments:
 
     optimizer: str = flag(
         "adamw",
-        "adamw, or muon: Muon for the matrices of hidden layers and AdamW for the rest; muon:LR sets a "
-        "separate learning rate for those matrices",
+        "adamw, or muon: Muon for the matrices of hidden layers and AdamW for the rest",
+        choices=("adamw", "muon"),
+    )
+    muon_learning_rate: float | None = flag(
+        None,
+        "learning rate of Muon's matrices; empty: that of the other weights",
+        low=0,
+        only_with="optimizer=muon",
     )
     optimizer_dtype: str = flag(
         "fp32",
@@ -34,30 +30,11 @@ class OptimizerArguments:
     )
 
 
-def parse_optimizer(text: str) -> OptimizerSpec:
-    """Parse --optimizer. Raises ValueError."""
-    name, colon, rate = text.partition(":")
-    if text == "adamw":
-        return ADAMW
-    try:
-        number = float(rate) if colon else None
-    except ValueError:
-        number = -1.0
-    if name != "muon" or (number is not None and not (is_usable(number) and number >= 0)):
-        raise ValueError(
-            f"--optimizer {text}: expected adamw, muon, or muon:LR with a learning rate, such as muon:1e-3"
-        )
-    return OptimizerSpec(True, number)
-
-
 def check_optimizer(args: Any, dtype: str, problems: Problems) -> None:
     """Add the problems of --optimizer and --optimizer_dtype in a step whose weights have this dtype."""
-    is_muon = False
-    with problems.catch():
-        is_muon = parse_optimizer(args.optimizer).has_muon
     has_adapters_alone = args.only_optimize_lora and all(role.lora_dim for role in args.roles().values())
     problems.add_if(
-        is_muon and has_adapters_alone,
+        args.optimizer == "muon" and has_adapters_alone,
         f"--optimizer {args.optimizer} has no matrix to train, because adapters are trained by AdamW; use "
         "--optimizer adamw, or --only_optimize_lora false",
     )

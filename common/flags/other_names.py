@@ -3,6 +3,8 @@
 A program takes a name whose flag it has, and every program that loads a tokenizer what has no effect.
 """
 
+import re
+from collections.abc import Collection
 from typing import Any
 
 # In DeepSpeed-Chat's scripts of one time or another; taken wherever no flag of now has that name.
@@ -22,27 +24,55 @@ SWITCHES = {
     "overwrite_output_dir": ("resume", "overwrite"),
 }
 
+# Switches of DeepSpeed-Chat that take a value now: the value of one that is given without.
+WITHOUT_VALUE = {"offload": "all", "critic_offload": "all", "whiten_scores": "batch"}
 
-def rename_flags(saved: dict[str, Any]) -> dict[str, Any]:
-    """The flags of a run saved by an earlier version, under their present names and with those that its
+# Values that hold several numbers or words, each of which is a flag now: the groups are these flags.
+OLDER_FORMS = {
+    "max_tokens_per_micro_batch": r"(?P<max_tokens_per_micro_batch>\d+),(?P<max_tokens_per_scoring_pass>\d+)",
+    "clip_range": r"(?P<clip_range>[^,]+),(?P<clip_range_high>[^,]+)",
+    "distill_loss": r"((?P<distill_weight>[^*]+)\*)?(?P<distill_loss>[^*:]+)(:(?P<distill_beta>.+))?",
+    "early_stop_kl": r"(?P<early_stop_kl>.+):(?P<early_stop_action>skip)",
+    "kl_in": r"(?P<kl_in>reward|loss):(?P<kl_estimator>k[123])",
+    "optimizer": r"(?P<optimizer>muon):(?P<muon_learning_rate>.+)",
+    "reward_on_error": r"(?P<reward_on_error>default):(?P<reward_default_score>.+)",
+    "rollout_correction": (
+        r"(?P<rollout_correction>\w+):((?P<correction_low>[^,]+),)?(?P<correction_high>[^,]+)"
+    ),
+    "truncated": r"((?P<truncated>bootstrap):)?(?P<truncated_score>[-+.\d].*)",
+}
+
+
+def split_values(flags: dict[str, Any], names: Collection[str]) -> list[str]:
+    """Replace values in one of the `OLDER_FORMS` by the flags that say the same, where a program has all of
+    them in its `names`; return a note for each.
+    """
+    notes = []
+    for name, form in OLDER_FORMS.items():
+        match = re.fullmatch(form, str(flags.get(name, "")))
+        groups = match.groupdict() if match else {}
+        parts = {part: value.strip() for part, value in groups.items() if value is not None}
+        if parts.get("correction_high") == "inf":
+            parts["correction_high"] = "3e38"  # no bound either
+        if parts.keys() - {name} and parts.keys() <= set(names):
+            words = " ".join(f"--{part} {value}" for part, value in parts.items())
+            notes.append(f"--{name} {flags.pop(name)} is an older spelling; write {words}")
+            flags |= parts
+    return notes
+
+
+def rename_flags(saved: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The flags of a run saved by an earlier version, under their present `names` and with those that its
     switches set.
     """
     flags = dict(saved)
+    split_values(flags, names)
     if flags.get("disable_dropout"):
         flags["dropout"] = 0.0
     if flags.get("enable_ema") is False:
         flags.pop("ema_decay", None)  # it had a value that did nothing
-    if "kl_estimator" in flags:  # a flag of now was two
-        flags["kl_in"] += f":{flags.pop('kl_estimator')}"
     if isinstance(flags.get("whiten_scores"), bool):
         flags["whiten_scores"] = "batch" if flags["whiten_scores"] else "none"
-    if isinstance(flags.get("clip_range"), float):
-        flags["clip_range"] = str(flags["clip_range"])
-    for name in ("save_interval", "eval_interval", "max_tokens_per_micro_batch"):
-        if isinstance(flags.get(name), int):
-            flags[name] = str(flags[name])
-    if isinstance(flags.get("early_stop_kl"), float):
-        flags["early_stop_kl"] = f"{flags['early_stop_kl']:g}"
     return flags
 
 
@@ -75,5 +105,5 @@ REMOVED = {
     "check_collectives": False, "export_critic": False, "export_interval": 0, "length_reward_coef": 0.0,
     "on_save_error": "go_on", "overlong_penalty": 0.0, "sample_interval": 0, "save_points": "step",
     "truncated_penalty": -1.0, "use_decoupled_loss": False,
-    "behav_imp_weight_cap": 0.0, "c_clip": 0.0, "clip_range_high": 0.0, "kl_estimator": "",
+    "behav_imp_weight_cap": 0.0, "c_clip": 0.0,
 }  # fmt: skip

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from common.flags.other_names import IGNORED, OLDER_NAMES
-from common.flags.value_forms import Interval, KLLimit, TokenCaps
+from common.flags.value_forms import Interval
 
 # Beyond it float64 skips numbers; of fp32, in which losses are computed.
 LARGEST = {int: 2**53, float: 3.4e38}
@@ -23,8 +23,6 @@ KINDS = {
     int: "a whole number, 2**53 at most",
     float: "a number that fp32 can hold",
     str: f"UTF-8 text without NUL, {LONGEST_PATH} bytes and names of {LONGEST_NAME} at most",
-    KLLimit: "a KL in nats per token, or KL:skip, such as 0.1:skip",
-    TokenCaps: "a number of tokens, or two, TRAIN,SCORE, such as 4096,16384",
     Interval: "a number of steps, epoch, or a time such as 90s, 30m or 2h",
 }
 LONGEST_SHOWN = 60  # characters
@@ -41,6 +39,7 @@ class Problems:
 
     def __init__(self) -> None:
         self.messages: list[str] = []
+        self.notes: list[str] = []  # on what was accepted in an older spelling
         self.unread_flags: set[str] = set()  # their defaults stand in for values that cannot be used
 
     def add(self, message: str, *, flag: str = "") -> None:

@@ -63,9 +63,6 @@ class TrainArguments:
         False, "put rows of similar length into a batch; reduces padding where rows are padded"
     )
     weight_decay: float = flag(0.0, "AdamW weight decay of matrices; biases and norms are not decayed", low=0)
-    num_warmup_steps: int = flag(
-        0, "optimizer steps of linear warm-up", low=0, only_with="lr_scheduler_type!=constant"
-    )
     gradient_checkpointing: bool = flag(
         False, "recompute activations in the backward pass", may_change=True, is_usual=True
     )

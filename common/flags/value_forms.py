@@ -1,6 +1,5 @@
-"""Types of flag values that are more than a number: intervals, token budgets, KL limits. PURE."""
+"""The type of a flag that is a number of steps, an epoch or a time. PURE."""
 
-import math
 import re
 
 UNITS = {"s": 1, "m": 60, "h": 3600}  # in seconds
@@ -35,52 +34,3 @@ class Interval(str):
             return seconds >= self.seconds
         num_steps = steps_per_epoch if self == "epoch" else self.steps
         return num_steps > 0 and step % num_steps == 0
-
-
-class TokenCaps(str):
-    """Text of a flag: the token budget of a pass, or TRAIN,SCORE for passes with and without gradients; TRAIN
-    0: by rows.
-
-    Raises ValueError for any other text.
-    """
-
-    train: int
-    score: int  # TRAIN where it is not given
-
-    def __new__(cls, text: str) -> "TokenCaps":
-        """Parse the text; the value stays a str."""
-        match = re.fullmatch(r"([0-9]{1,9})(,0*[1-9][0-9]{0,8})?", text)
-        if match is None:
-            raise ValueError(text)
-        caps = super().__new__(cls, text)
-        caps.train = int(match[1])
-        caps.score = int((match[2] or match[1]).lstrip(","))
-        return caps
-
-    def __bool__(self) -> bool:
-        """Whether micro-batches of training are cut by tokens."""
-        return self.train > 0
-
-
-class KLLimit(str):
-    """Text of a flag: KL or KL:skip; KL 0: no limit. Raises ValueError for any other text."""
-
-    kl: float  # a token, in nats
-    is_skip: bool  # what exceeds it is left out, and not the last
-
-    def __new__(cls, text: str) -> "KLLimit":
-        """Parse the text; the value stays a str."""
-        number, colon, word = text.partition(":")
-        limit = super().__new__(cls, text)
-        limit.kl, limit.is_skip = float(number), word == "skip"
-        if word != "skip" * len(colon) or not 0 <= limit.kl < math.inf:
-            raise ValueError(text)
-        return limit
-
-    def __bool__(self) -> bool:
-        """Whether there is a limit."""
-        return self.kl > 0
-
-    def is_exceeded(self, kl: float) -> bool:
-        """Whether a minibatch's KL per token exceeds the limit."""
-        return 0 < self.kl < kl

@@ -50,12 +50,6 @@ def begin(
     start = startup.read_flags(flags, stage, description, argv)
     args, problems, flag = start.args, start.problems, "--model_name_or_path"
     config = model_checks.check_model(flag, args.model_name_or_path, args, problems)
-    caps = args.max_tokens_per_micro_batch
-    problems.add_if(
-        caps.score != caps.train,
-        f"--max_tokens_per_micro_batch {caps}: the size of this step's passes without gradients is set by "
-        f"--per_device_eval_batch_size; give {caps.train} alone",
-    )
     is_ranker = getattr(args, "kind", "") == "reward"
     model_checks.check_family(flag, config, args, problems, is_ranker=is_ranker)
     model_checks.check_length(config, args.max_seq_len, f"--max_seq_len {args.max_seq_len}", problems)
@@ -99,7 +93,7 @@ class TrainingRows:
         self.rows = rows
         self.collate = collate
         row_lengths = np.stack(lengths, axis=1).astype(np.int32)
-        max_tokens = args.max_tokens_per_micro_batch.train
+        max_tokens = args.max_tokens_per_micro_batch
         if args.packed and not max_tokens:
             max_tokens = args.per_device_train_batch_size * len(lengths) * args.max_seq_len
         shared = np.empty(0, np.int32)

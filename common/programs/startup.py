@@ -71,7 +71,7 @@ def read_flags(
     problems = Problems()
     args = parse_args(flags, argv, description=description, problems=problems)
     import_plugins(args.plugins, problems)
-    notes = check_run(args, problems)
+    notes = problems.notes + check_run(args, problems)
     return kind(args, DataOptions.of(args, stage), problems, notes, argv)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.flags.args import Problems
+from common.flags.args import Problems, typed
 from common.flags.other_names import REMOVED, rename_flags
 from common.models.model_flops import faster_dtype
 from common.ranks import distributed
@@ -131,7 +131,7 @@ def compare_flags(args: Any, saved: dict[str, Any], origin: str, problems: Probl
     that may.
     """
     notes = []
-    saved = rename_flags(saved)
+    saved = rename_flags(saved, vars(args))
     if (program := program_of(saved)) != program_of(vars(args)):
         problems.add(f"{origin} belongs to a run of {program}; choose another --output_dir")
         return []
@@ -143,7 +143,7 @@ def compare_flags(args: Any, saved: dict[str, Any], origin: str, problems: Probl
             )
     saved = vars(type(args)()) | saved  # an older program did not have all flags
     for flag in dataclasses.fields(args):
-        now, before = getattr(args, flag.name), saved[flag.name]
+        now, before = getattr(args, flag.name), typed(flag, saved[flag.name])
         if flag.name == "dtype":
             now, before = distributed.dtype_name(now), before or saved.get("resolved_dtype")
         if now == before or (flag.metadata["may_change"] and flag.name in NOT_WORTH_A_NOTE):

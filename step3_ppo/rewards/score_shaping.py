@@ -3,7 +3,6 @@
 # B sequences
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,27 +32,6 @@ def overlong_share(
     return (over.float() / buffer_tokens).clamp(0.0, 1.0)
 
 
-def parse_truncated(text: str) -> tuple[float | None, bool]:
-    """The score that --truncated gives to a cut response (None: its own), and whether the critic's value of
-    the continuation is added.
-
-    Raises ValueError for a value that is neither a number nor one of the words.
-    """
-    if text in ("score", "bootstrap", "mask"):
-        return None, text == "bootstrap"
-    number = text.removeprefix("bootstrap:")
-    try:
-        score = float(number)
-    except ValueError:
-        score = math.nan
-    if not math.isfinite(score):
-        raise ValueError(
-            f"--truncated {text}: choose score, bootstrap or mask, or give a number, such as -1 or "
-            "bootstrap:0"
-        )
-    return score, number != text
-
-
 def shape_scores(
     scores: torch.Tensor,
     response_lengths: torch.Tensor,
@@ -62,7 +40,7 @@ def shape_scores(
     args: Any,
     reduce_sum: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Scores (B,) fp32 after, in this order: whitening, clipping, the score of --truncated for cut responses,
+    """Scores (B,) fp32 after, in this order: whitening, clipping, --truncated_score for cut responses,
     and the two length terms; `args` are the flags of step 3.
 
     The length terms come after clipping, so that they also act on responses at the clip. scores,
@@ -77,9 +55,8 @@ def shape_scores(
         shaped = group_whiten(shaped[:, None], everything[:, None], group_ids)[:, 0]
     if args.reward_clip:
         shaped = shaped.clamp(-args.reward_clip, args.reward_clip)
-    cut_score, _ = parse_truncated(args.truncated)
-    if cut_score is not None:
-        shaped = torch.where(is_finished, shaped, cut_score)
+    if args.truncated_score is not None:
+        shaped = torch.where(is_finished, shaped, args.truncated_score)
     if args.length_reward_tokens:
         shaped = shaped - length_shortfall(response_lengths, args.length_reward_tokens)
     if args.overlong_buffer_tokens:

@@ -1,6 +1,5 @@
 """Weighted sum of rewards; each reward is scored and logged separately."""
 
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -29,9 +28,10 @@ class Scorer:
     specs: Sequence[RewardSpec]
     texts: dict[str, TextReward] = field(default_factory=dict)  # by the spec's name
     decode: Callable[[torch.Tensor], str] | None = None
-    on_error: float | None = None  # the score of an answer without one, see `parse_on_error`
     environments: Environments | None = None  # their scores are in the batches already
     bias: float = 0.0  # added to the sum
+    on_error: str = "refuse"  # --reward_on_error
+    default_score: float = 0.0  # of a response without a score, under "default"
     first_failure: str = field(default="", init=False)  # of all ranks, of the last scores
     costs: dict[str, float] = field(default_factory=dict, init=False)  # of all ranks' judges, not logged yet
     _pending: "PendingScores | None" = field(default=None, init=False)  # the last that were started
@@ -52,7 +52,7 @@ class Scorer:
     @property
     def bears_failures(self) -> bool:
         """Whether a response without a score is tolerated; else its step is skipped."""
-        return self.on_error is not None
+        return self.on_error != "refuse"
 
     def start(self, batches: Sequence[PackedBatch], texts: PromptTexts) -> "PendingScores":
         """Start scoring batches; functions and servers run in a thread. Every rank must call this."""
@@ -88,7 +88,7 @@ class Scorer:
         for index in range(num_batches):
             numbers = [(spec.weight, scores[spec.name][index].double().cpu()) for spec in self.specs]
             if self.bears_failures:
-                default = 0.0 if math.isnan(self.on_error) else self.on_error
+                default = self.default_score if self.on_error == "default" else 0.0
                 numbers = [(weight, torch.where(x.isnan(), default, x)) for weight, x in numbers]
             total.append(sum((weight * x for weight, x in numbers), self.bias).float())
         return {"scores": total} | {PREFIX + spec.name: scores[spec.name] for spec in self.specs}
@@ -142,7 +142,7 @@ class Scorer:
         """Which responses (B,) bool count in losses, means and baselines: under --reward_on_error mask those
         with a score, else all.
         """
-        is_masked = self.bears_failures and math.isnan(self.on_error)
+        is_masked = self.on_error == "mask"
         return self.has_scores(batch) if is_masked else torch.ones(len(batch), dtype=torch.bool)
 
     def close(self) -> None:

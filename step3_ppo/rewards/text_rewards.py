@@ -56,7 +56,7 @@ class TextReward:
     def __init__(self, name: str, args: Any, *, num_threads: int = 1) -> None:
         """`args` are the flags of step 3; `num_threads` batches are scored concurrently."""
         self.name, self.args = name, args
-        self.bears_failures = parse_on_error(args.reward_on_error) is not None
+        self.bears_failures = args.reward_on_error != "refuse"
         self.first_failure = ""  # that was borne; who asks empties it
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name) if num_threads > 1 else None
 
@@ -92,23 +92,6 @@ class TextReward:
         """Close processes, threads and connections."""
         if self._threads:
             self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def parse_on_error(text: str) -> float | None:
-    """The score that --reward_on_error gives to a response without one: NaN for mask (excluded everywhere),
-    None for refuse.
-
-    Raises ValueError for anything but these and default:VALUE.
-    """
-    if text == "mask":
-        return math.nan
-    kind, _, value = text.partition(":")
-    default = read_number(value) if kind == "default" else None
-    if default is None and text != "refuse":
-        raise ValueError(
-            f"--reward_on_error {text}: use refuse, mask, or default:VALUE with a number, as in default:0"
-        )
-    return default
 
 
 def in_daemon(work: Callable[[], Any], name: str) -> Future[Any]:

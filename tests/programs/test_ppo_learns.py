@@ -206,7 +206,7 @@ def test_an_update_that_goes_too_far_is_left_out(ppo, one_step):
     Nothing is left of it for the next step, either.
     """
     flags = {"max_train_steps": 2, "reward_clip": 0, "ema_decay": 0.5}
-    outputs = ppo(early_stop_kl="1e-7:skip", ppo_epochs=4, **flags), ppo(**flags)
+    outputs = ppo(early_stop_kl=1e-7, early_stop_action="skip", ppo_epochs=4, **flags), ppo(**flags)
     for row, of_plain in zip(*map(read_metrics, outputs), strict=True):
         assert row["policy/num_updates"] == 1 and "perf/bad_steps" not in row
         for name in ("policy/grad_norm", "value/grad_norm"):
@@ -218,7 +218,8 @@ def test_an_update_that_goes_too_far_is_left_out(ppo, one_step):
 
 
 def test_a_correction_tells_how_far_the_sampler_is(ppo):
-    flags = {"rollout_correction": "mis:0.999,1.001", "max_train_steps": 3}
+    flags = {"rollout_correction": "mis", "correction_low": 0.999, "correction_high": 1.001}
+    flags |= {"max_train_steps": 3}
     for row in read_metrics(ppo(**flags)):  # the sampler is the policy before the updates, up to rounding
         assert row["correction/kl"] == pytest.approx(0, abs=1e-5) and row["correction/capped_fraction"] == 0
         assert row["correction/weight_max"] == pytest.approx(1, abs=1e-4)

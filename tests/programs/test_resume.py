@@ -63,7 +63,7 @@ def short_runs(tiny: Any, tokenizer: Any, folder: Path) -> dict[str, tuple[int, 
     by_text = mixed | {"unsup_step": "own"}
     mixed |= {"num_samples_per_prompt": 2, "per_device_generation_batch_size": 2, "ref_ema_decay": 0.7}
     muon = {"zero_stage": 3, "per_device_train_batch_size": 1, "dtype": "bf16", "optimizer_dtype": "bf16"}
-    muon |= {"optimizer": "muon:1e-3"}
+    muon |= {"optimizer": "muon", "muon_learning_rate": 1e-3}
     experts = {"model_name_or_path": tiny.mixtral, "lora_dim": 4, "lora_module_name": ".", "zero_stage": 3}
     experts |= {"per_device_train_batch_size": 1, "dropout": 0.0, "gradient_checkpointing": True}
     in_4_bits = {"lora_dim": 4, "load_in_4bit": True, "model_name_or_path": tiny.base}

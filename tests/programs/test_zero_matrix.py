@@ -38,12 +38,13 @@ EXPORTS = {1: ("export",), 2: ("export",), 3: ("export", "export_ema")}
 # Two responses to a prompt, compared, used a step late, with all that an algorithm may ask for.
 GROUPS = {
     "num_samples_per_prompt": 2, "rollout_staleness": 1, "rollout_correction": "tis", "top_k": 40,
-    "replay_sampling_support": True, "dynamic_sampling_rounds": 1, "clip_range": "0.2,0.3",
+    "replay_sampling_support": True, "dynamic_sampling_rounds": 1, "clip_range": 0.2, "clip_range_high": 0.3,
     "policy_loss": "ppo:dual_clip=3",
     "ppo_epochs": 2,
 }  # fmt: skip
 # Beside the rewards of groups: a teacher of another family.
-TAUGHT = {"num_samples_per_prompt": 2, "ppo_epochs": 2, "temperature": 0.8, "distill_loss": "2*jsd:0.3"}
+TAUGHT = {"num_samples_per_prompt": 2, "ppo_epochs": 2, "temperature": 0.8}
+TAUGHT |= {"distill_loss": "jsd", "distill_weight": 2.0, "distill_beta": 0.3}
 COMMON = {"lr_scheduler_type": "linear", "num_warmup_steps": 2, "gradient_clipping": 1.0, "seed": 7}
 COMMON |= {"save_interval": 0}  # test_resume.py has what a checkpoint holds
 
@@ -118,8 +119,8 @@ def flags_of(job: Job, tiny: Any, folder: Path) -> dict[str, Any]:
     if job.step > 1 and job == job.reference and job.family != "mixtral":
         flags["no_share_prompts"] = True
     if job.packed:
-        caps = f"{job.packed},{2 * job.packed}" if job.step == 3 else job.packed  # to train, to score
-        flags |= {"packed": True, "max_tokens_per_micro_batch": caps}
+        flags |= {"packed": True, "max_tokens_per_micro_batch": job.packed}
+        flags |= {"max_tokens_per_scoring_pass": 2 * job.packed} if job.step == 3 else {}
     if job.step < 3:
         flags |= {
             "model_name_or_path": getattr(tiny, job.family),
@@ -200,7 +201,7 @@ def make_jobs() -> list[Job]:
     for step, zero, tp in ((1, 0, None), (1, 3, None), (2, 3, None), (3, 2, None), (3, 3, 1), (3, 3, 0)):
         mixture = Job(step, zero, True, family="mixtral", tp=tp)
         jobs += [mixture.reference] * (mixture.reference not in jobs) + [mixture]
-    muon = {"optimizer": "muon:1e-3"}
+    muon = {"optimizer": "muon", "muon_learning_rate": 1e-3}
     jobs += [Job(1, ranks=1, **muon), Job(1, 3, **muon), Job(1, 2, offload="optimizer", **muon)]
     jobs += [Job(1, 3, dtype="bf16", states="bf16"), Job(1, 1, dtype="bf16", states="bf16", **muon)]
     jobs += [Job(3, 0, True, tp=1), Job(3, 2, tp=2), Job(3, 3, tp=0), Job(3, 3, True, tp=2)]

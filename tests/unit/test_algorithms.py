@@ -127,16 +127,16 @@ def test_distillation_by_hand():
     batch = by_hand()
     gain = -(tokens(batch, "old_logprobs") - tokens(batch, "ref_logprobs"))
     of_rewards = run("rloo", batch, make_args(kl_in="loss")).advantages
-    for loss, weight in (("jsd:0.5", 0.0), ("sampled", 1.0), ("0.25*sampled", 0.25)):
-        args = make_args(distill_loss=loss, gamma=0.5, kl_in="loss", kl_coef=9.0)
-        close(run("distill", batch, args).advantages, of_rewards + weight * gain)
+    for loss, weight, part in (("jsd", 2.0, 0.0), ("sampled", 1.0, 1.0), ("sampled", 0.25, 0.25)):
+        args = make_args(distill_loss=loss, distill_weight=weight, gamma=0.5, kl_in="loss", kl_coef=9.0)
+        close(run("distill", batch, args).advantages, of_rewards + part * gain)
         unscored = PackedBatch(batch.ids, dict(batch.data), dict(batch.lengths))
         del unscored.data["scores"], unscored.lengths["scores"]
-        close(run("distill", unscored, args).advantages, weight * gain)
+        close(run("distill", unscored, args).advantages, part * gain)
         masked = batch.with_key("loss_mask", torch.zeros(6).bool(), like="response_ids")
         assert run("distill", masked, args).advantages.eq(0).all()
     # The penalty of the policy loss, which would be paid to the teacher, is left out too.
-    assert fill_defaults(args, ALGORITHMS["distill"]).kl_in == "reward:k1"
+    assert fill_defaults(args, ALGORITHMS["distill"]).kl_in == "reward"
 
 
 def random_rollout(num=24) -> PackedBatch:
@@ -212,7 +212,7 @@ SCORE_FLAGS = [
     ({"reward_clip": 2.0}, [1.0, 2.0]),
     ({"whiten_scores": "group"}, [-1.0, 1.0]),
     ({"length_reward_tokens": 8}, [1.0 - 0.5, 9.0]),
-    ({"truncated": "-7"}, [1.0, -7.0]),
+    ({"truncated_score": -7.0}, [1.0, -7.0]),
     # 9 tokens of 10, the last 4 of them in the buffer: 3 / 4
     ({"overlong_buffer_tokens": 4, "max_answer_seq_len": 10}, [1.0, 9.0 - 0.75]),
 ]
@@ -230,24 +230,24 @@ def test_every_algorithm_reads_the_flags_of_scores(name):
 
 
 @pytest.mark.parametrize(
-    ("truncated", "finished", "last"),
+    ("truncated", "score", "finished", "last"),
     [
-        ("bootstrap", True, 2.0),  # value after the end: 0
-        ("bootstrap", False, 2.0 + 3.0),  # the critic's
-        ("-1", False, -1.0),
-        ("-1", True, 2.0),
-        ("bootstrap:0", False, 3.0),  # no score of its own, as in ReaL
-        ("bootstrap:0", True, 2.0),
+        ("bootstrap", None, True, 2.0),  # value after the end: 0
+        ("bootstrap", None, False, 2.0 + 3.0),  # the critic's
+        ("score", -1.0, False, -1.0),
+        ("score", -1.0, True, 2.0),
+        ("bootstrap", 0.0, False, 3.0),  # no score of its own, as in ReaL
+        ("bootstrap", 0.0, True, 2.0),
     ],
 )
-def test_what_becomes_of_a_cut_response(truncated, finished, last):
+def test_what_becomes_of_a_cut_response(truncated, score, finished, last):
     """R57: value after the end is 0; bootstrap only for truncated; score only when it ended."""
     batch = make_rollout(
         [2], [0], [2.0],
         old_values=torch.tensor([[0.5, 0.25]]), next_values=torch.tensor([3.0]),
         is_finished=torch.tensor([finished]),
     )  # fmt: skip
-    args = make_args(truncated=truncated, gamma=1.0, gae_lambda=1.0)
+    args = make_args(truncated=truncated, truncated_score=score, gamma=1.0, gae_lambda=1.0)
     close(run("ppo", batch, args, 0.0).returns[0, 1], last)
 
 
@@ -258,7 +258,7 @@ def test_remax_shapes_the_greedy_score_as_the_sampled_one():
         greedy_scores=torch.tensor([7.0, 7.0]), greedy_is_finished=torch.tensor([True, False]),
         greedy_lengths=torch.tensor([2, 10]),
     )  # fmt: skip
-    flags = {"reward_clip": 5.0, "truncated": "-2", "length_reward_tokens": 8}
+    flags = {"reward_clip": 5.0, "truncated_score": -2.0, "length_reward_tokens": 8}
     found = run("remax", batch, make_args(**flags), 0.0)
     # 5 - 0.5 less 5 - 0.75; 1 less -2 (and no shortfall of 9 and 10 tokens)
     close(found.advantages[:, 0], [0.25, 3.0])
@@ -273,20 +273,23 @@ def test_remax_shapes_the_greedy_score_as_the_sampled_one():
 def test_the_empty_flags_get_what_the_algorithm_usually_does():
     """The algorithm's, but for what the policy loss has of its own."""
     for (name, loss), expected in {
-        ("ppo", "ppo"): ("reward:k1", "batch", "token", "0.2"),
-        ("grpo", "ppo:dual_clip=3"): ("loss:k3", "none", "sequence", "0.2"),
-        ("dr_grpo", "ppo"): ("loss:k3", "none", "constant", "0.2"),
-        ("dr_grpo", "gspo"): ("loss:k3", "none", "sequence", "3e-4,4e-4"),
-        ("grpo", "cispo"): ("loss:k3", "none", "token", "1,0.2"),
+        ("ppo", "ppo"): ("reward", "k1", "batch", "token", 0.2, 0),
+        ("grpo", "ppo:dual_clip=3"): ("loss", "k3", "none", "sequence", 0.2, 0),
+        ("dr_grpo", "ppo"): ("loss", "k3", "none", "constant", 0.2, 0),
+        ("dr_grpo", "gspo"): ("loss", "k3", "none", "sequence", 3e-4, 4e-4),
+        ("grpo", "cispo"): ("loss", "k3", "none", "token", 1, 0.2),
     }.items():
         args = fill_defaults(make_args(policy_loss=loss), ALGORITHMS[name])
-        assert (args.kl_in, args.adv_norm, args.loss_aggregation, args.clip_range) == expected
-        assert f"{args.kl_place}:{args.kl_estimator}" == args.kl_in
+        filled = (args.kl_in, args.kl_estimator, args.adv_norm, args.loss_aggregation)
+        assert (*filled, args.clip_range, args.clip_range_high) == expected
     chosen = make_args(
-        kl_in="loss:k2", adv_norm="group", loss_aggregation="token", clip_range="0.1", policy_loss="gspo"
-    )
+        kl_in="loss", kl_estimator="k2", adv_norm="group", loss_aggregation="token", clip_range=0.1,
+        policy_loss="gspo",
+    )  # fmt: skip
     assert fill_defaults(chosen, ALGORITHMS["ppo"]) == chosen
-    assert fill_defaults(make_args(kl_in="loss"), ALGORITHMS["ppo"]).kl_in == "loss:k3"
+    assert fill_defaults(make_args(kl_in="loss"), ALGORITHMS["ppo"]).kl_estimator == "k3"
+    high = fill_defaults(make_args(clip_range_high=0.3, policy_loss="gspo"), ALGORITHMS["ppo"])
+    assert (high.clip_range, high.clip_range_high) == (3e-4, 0.3)
 
 
 def test_an_algorithm_is_found_by_name_or_imported(tmp_path, monkeypatch):

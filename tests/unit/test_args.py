@@ -13,15 +13,20 @@ from common.flags.args import Problems, field_type, parse_args
 from common.flags.groups import TokenizerArguments
 from common.flags.other_names import OLDER_NAMES, REMOVED, SWITCHES
 from common.flags.problems import is_usable, no_effect_notes
-from common.flags.value_forms import KLLimit
 from common.generation.hybrid_engine import HybridOptions
+from common.runs.resume import compare_flags
 from docs.make_configuration import find_programs
 from step1_sft.arguments import SFTArguments
 from step2_reward.arguments import RewardArguments
 from step3_ppo.arguments import PPOArguments
 
 ROOT = Path(__file__).resolve().parents[2]
-FLAG_FILES = ("args.py", "arguments.py", "role_arguments.py")  # they define flags, and read none
+FLAG_FILES = (
+    "args.py",
+    "arguments.py",
+    "loss_arguments.py",
+    "role_arguments.py",
+)  # they define flags, and read none
 TAKERS = (DataOptions, HybridOptions)  # they take the flags of their fields' names
 OF_ALL_PROGRAMS = pytest.mark.parametrize(
     "program", find_programs(), ids=lambda program: program.flags.__name__
@@ -217,12 +222,12 @@ def test_what_cannot_be_used_is_refused():
 
 
 def test_negative_values_of_every_form_are_values():
-    words = "--truncated -1e-3 --entropy_coef -.5 --reward -2*model:a model:b"
+    words = "--truncated_score -1e-3 --entropy_coef -.5 --reward -2*model:a model:b"
     problems = Problems()
     line = ["--actor_model_name_or_path", "m", *words.split()]
     args = parse_args(PPOArguments, line, problems=problems)
     assert problems.messages == []
-    assert (args.truncated, args.entropy_coef) == ("-1e-3", -0.5)
+    assert (args.truncated_score, args.entropy_coef) == (-1e-3, -0.5)
     assert args.reward == ["-2*model:a", "model:b"]
 
 
@@ -239,30 +244,48 @@ def test_how_often_is_steps_an_epoch_or_a_time():
         assert messages and messages[0].startswith(f"--eval_interval {text.split()[0][:60]}"), text
 
 
-def test_a_limit_of_the_kl_and_what_becomes_of_what_exceeds_it():
-    found = [KLLimit(text) for text in ("0", "0.1", "1e-2:skip")]
-    assert [(x.kl, x.is_skip, bool(x)) for x in found] == [
-        (0, False, False),
-        (0.1, False, True),
-        (0.01, True, True),
-    ]
-    assert [x.is_exceeded(0.05) for x in found] == [False, False, True]
-    for text in ("", "-0.1", "nan", "inf", "0.1:", "0.1:stop", ":skip", "0.1:skip:skip"):
-        with pytest.raises(ValueError):
-            KLLimit(text)
+OLDER_VALUES = {  # an older spelling, and what it sets
+    "--clip_range 0.2,0.28": {"clip_range": 0.2, "clip_range_high": 0.28},
+    "--distill_loss 0.5*jsd:0.3": {"distill_loss": "jsd", "distill_weight": 0.5, "distill_beta": 0.3},
+    "--distill_loss 4*sampled": {"distill_loss": "sampled", "distill_weight": 4.0},
+    "--early_stop_kl 1e-2:skip": {"early_stop_kl": 0.01, "early_stop_action": "skip"},
+    "--kl_in loss:k2": {"kl_in": "loss", "kl_estimator": "k2"},
+    "--max_tokens_per_micro_batch 0,512": {
+        "max_tokens_per_micro_batch": 0, "max_tokens_per_scoring_pass": 512,
+    },
+    "--optimizer muon:1e-3": {"optimizer": "muon", "muon_learning_rate": 1e-3},
+    "--reward_on_error default:-1": {"reward_on_error": "default", "reward_default_score": -1.0},
+    "--rollout_correction geo_rs:1.01": {"rollout_correction": "geo_rs", "correction_high": 1.01},
+    "--rollout_correction mis:0.5,inf": {
+        "rollout_correction": "mis", "correction_low": 0.5, "correction_high": 3e38,
+    },
+    "--truncated -5": {"truncated_score": -5.0},
+    "--truncated bootstrap:0": {"truncated": "bootstrap", "truncated_score": 0.0},
+}  # fmt: skip
 
 
-def test_caps_of_tokens_are_one_or_two():
-    def read(text: str) -> tuple[int, int]:
-        found, messages = parse(SFTArguments, f"--model_name_or_path m --max_tokens_per_micro_batch {text}")
-        assert messages == []
-        return found.max_tokens_per_micro_batch.train, found.max_tokens_per_micro_batch.score
+@pytest.mark.parametrize("words", OLDER_VALUES)
+def test_an_older_spelling_is_taken_with_a_note_and_resumed(words):
+    """By the spelling of now, and from a run that was started with the older one."""
+    problems = Problems()
+    line = ["--actor_model_name_or_path", "m", "--dtype", "fp32"]
+    args = parse_args(PPOArguments, [*line, *words.split()], problems=problems)
+    expected = dataclasses.replace(parse_args(PPOArguments, line, problems=problems), **OLDER_VALUES[words])
+    assert args == expected and problems.messages == []
+    (note,) = problems.notes
+    assert note.startswith(f"{words} is an older spelling; write --")
+    again = parse_args(PPOArguments, [*line, *note.partition(" write ")[2].split()], problems=problems)
+    assert again == expected and len(problems.notes) == 1
+    name, value = words.removeprefix("--").split()
+    saved = vars(parse_args(PPOArguments, line, problems=problems)) | {name: value}
+    for part in OLDER_VALUES[words].keys() - {name}:
+        del saved[part]
+    assert compare_flags(args, saved, "ORIGIN", problems) == [] == problems.messages
 
-    found = [read(text) for text in ("0", "4096", "4096,16384", "0,512")]
-    assert found == [(0, 0), (4096, 4096), (4096, 16384), (0, 512)]
-    for text in ("-1", "64,0", "64,", ",64", "1,2,3", "64;8", "4k"):
-        _, (message,) = parse(SFTArguments, f"--model_name_or_path m --max_tokens_per_micro_batch={text}")
-        assert message.startswith(f"--max_tokens_per_micro_batch {text}: expected a number of tokens, or two")
+
+def test_an_older_spelling_needs_its_flags():
+    _, (message,) = parse(SFTArguments, "--model_name_or_path m --max_tokens_per_micro_batch 64,128")
+    assert message.startswith("--max_tokens_per_micro_batch 64,128: expected a whole number")
 
 
 @pytest.mark.parametrize("cls", [SFTArguments, RewardArguments, PPOArguments])

@@ -222,11 +222,18 @@ class Net(torch.nn.Sequential):
 class Trained:
     """An engine, and steps on good and on bad batches."""
 
-    def __init__(self, stage: int, dtype: str, offload: str, optimizer: str = "adamw", **more) -> None:
+    def __init__(
+        self, stage: int, dtype: str, offload: str, muon_learning_rate: float | None = None, **more
+    ) -> None:
+        """`muon_learning_rate`: of Muon; without it the optimizer is AdamW."""
         overrides = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5} | more.pop("overrides", {})
         config = build_config(zero_stage=stage, dtype=dtype, offload=offload, overrides=overrides, **more)
         args = SFTArguments(
-            learning_rate=0.01, weight_decay=0.1, optimizer=optimizer, lr_scheduler_type="constant"
+            learning_rate=0.01,
+            weight_decay=0.1,
+            optimizer="adamw" if muon_learning_rate is None else "muon",
+            muon_learning_rate=muon_learning_rate,
+            lr_scheduler_type="constant",
         )
         self.engine = build_engine(Net(), config, args, 10)
         self.dtype = torch.bfloat16 if dtype == "bf16" else torch.float32

@@ -20,7 +20,6 @@ from step3_ppo import metrics
 from step3_ppo.environments import KIND, Environments, import_environment, scores_of
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.scorer import PREFIX, Scorer
-from step3_ppo.rewards.text_rewards import parse_on_error
 from step3_ppo.rollout_batch import tokens, with_tokens
 
 MODULE = '''
@@ -250,11 +249,11 @@ def test_what_is_no_environment_is_named(target, words, echo):
 # ---- scores
 
 
-@pytest.mark.parametrize("on_error", ["refuse", "mask", "default:-1"])
+@pytest.mark.parametrize("on_error", ["refuse", "mask", "default"])
 def test_scores_add_up_and_failures_are_handled_as_those_of_other_rewards(on_error):
     specs = [RewardSpec("model", "x", 0.5, "model"), RewardSpec(KIND, "m:C", 1.0, KIND)]
     environments = SimpleNamespace(first_failure="")
-    scores = Scorer(specs, {}, None, parse_on_error(on_error), environments)
+    scores = Scorer(specs, {}, None, environments, on_error=on_error, default_score=-1.0)
     batch = make_batch([2, 1, 1]).with_numbers(PREFIX + KIND, torch.tensor([1.0, 2.0, 3.0]))
     models = {"model": SimpleNamespace(score=lambda batches: [torch.full((3,), 4.0)])}
     assert scores.start([batch], {}).wait(models)["scores"][0].tolist() == [3.0, 4.0, 5.0]

@@ -32,7 +32,7 @@ PROGRAMS = {
     "step2_reward.main": (RewardArguments, ["training_loop.load_policy", "training_loop.load_ranker"]),
     "step3_ppo.main": (PPOArguments, ["build_trainer"]),
 }
-ANY_NUMBER = {"entropy_coef"}  # either sign has a meaning
+ANY_NUMBER = {"entropy_coef", "reward_default_score", "truncated_score"}  # either sign has a meaning
 FILES = {"torn.json": "{", "list.json": "[]", "deep.json": "[" * 100_000}
 ODD_WORDS = [
     *FILES, "rows.jsonl", "reward", "absent", "cache",

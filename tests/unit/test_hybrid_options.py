@@ -45,8 +45,8 @@ ENABLED = "--enable_hybrid_engine "
         (ENABLED + "--inference_tp_size 3", ["--inference_tp_size 3", "number of ranks, 4", "use 1, 2, 4"]),
         ("--inference_tp_size 2", ["needs --enable_hybrid_engine"]),
         (
-            "--max_tokens_per_micro_batch 600,511",
-            ["600,511 is less than the longest sequence", "to at least 512"],
+            "--max_tokens_per_micro_batch 600 --max_tokens_per_scoring_pass 511",
+            ["--max_tokens_per_scoring_pass 511 is less than the longest sequence", "to at least 512"],
         ),
         (
             "--per_device_generation_batch_size 12 --per_device_training_batch_size 8",
@@ -73,7 +73,7 @@ def test_what_cannot_work_is_refused_with_the_cure(words, parts, problems_of):
     "words",
     [
         "--max_tokens_per_micro_batch 512",
-        "--max_tokens_per_micro_batch 0,512",
+        "--max_tokens_per_scoring_pass 512",
         "--per_device_generation_batch_size 16 --per_device_training_batch_size 8",
         ENABLED + "--inference_tp_size 4",
     ],

@@ -236,7 +236,7 @@ def test_who_always_prefers_the_first_prefers_nobody(server, judge_of):
 
 def test_a_pair_that_fails_is_borne_or_not(server, judge_of):
     server.behaviours = [(200, json.dumps(chat_completion("both")))]
-    judge = judge_of(on_error="default:0")
+    judge = judge_of(on_error="default")
     assert math.isnan(judge.prefer(["p"], ["a"], ["b"])[0]) and "two answers to 'p'" in judge.first_failure
     with pytest.raises(RewardError, match="two answers to 'p': no "):
         judge_of().prefer(["p"], ["a"], ["b"])

@@ -69,7 +69,7 @@ NUM_IN_LAYERS = 24 * (4 * 1024**2 + 2 * 1024 * 4096)  # of OPT-350M's matrices
 @pytest.mark.parametrize(
     ("optimizer", "dtype", "optimizer_dtype", "num_bytes"),
     [("adamw", "bf16", "bf16", 6), ("muon", "bf16", "fp32", 12 - 4 * NUM_IN_LAYERS / NUM_350M),
-     ("muon:1e-3", "bf16", "bf16", 6 - 2 * NUM_IN_LAYERS / NUM_350M),
+     ("muon", "bf16", "bf16", 6 - 2 * NUM_IN_LAYERS / NUM_350M),
      ("muon", "fp32", "fp32", 8 - 4 * NUM_IN_LAYERS / NUM_350M)],
 )  # fmt: skip
 def test_what_another_optimizer_keeps_of_a_parameter(optimizer, dtype, optimizer_dtype, num_bytes):
@@ -137,11 +137,12 @@ def test_a_recomputed_layer_stands_beside_all_inputs():
 
 
 def test_scoring_has_a_cap_of_its_own():
-    def activations(caps: str) -> dict[str, float]:
-        plan = MemoryPlan(ppo(OPT_1B, OPT_350M, "--max_tokens_per_micro_batch", caps))
+    def activations(cap: str, score_cap: str = "0") -> dict[str, float]:
+        words = ("--max_tokens_per_micro_batch", cap, "--max_tokens_per_scoring_pass", score_cap)
+        plan = MemoryPlan(ppo(OPT_1B, OPT_350M, *words))
         return {m.phase + m.verb: m.gpu.get((m.role, "activations"), 0.0) for m in plan.moments if m.role}
 
-    small, large, both = (activations(caps) for caps in ("1024", "4096", "1024,4096"))
+    small, large, both = activations("1024"), activations("4096"), activations("1024", "4096")
     assert both == {name: (large if name.startswith("score") else small)[name] for name in both}
     assert all(small[name] < large[name] for name in ("scorescore", "train actorbackward"))
 

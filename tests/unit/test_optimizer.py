@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from common.engine.ds_config import build_optimizer
 from common.engine.engine_step import take_steps
 from common.engine.muon import orthogonalise
-from common.flags.optimizer import OptimizerSpec, check_optimizer, parse_optimizer
+from common.flags.optimizer import check_optimizer
 from common.flags.problems import Problems
 from common.ranks.zero3 import OptimizerStates
 from common.runs.saved_state import EngineState, TensorReader, write_slices
@@ -55,20 +55,6 @@ def test_matrices_become_orthogonal(shape):
     assert orthogonalise(torch.zeros(2, 3)).eq(0).all(), "no gradient is no direction"
 
 
-@pytest.mark.parametrize("text", ["adamw", "muon", "muon:0.002", "muon:0"])
-def test_what_an_optimizer_is_called(text):
-    rate = {"muon:0.002": 0.002, "muon:0": 0.0}.get(text)
-    assert parse_optimizer(text) == OptimizerSpec(text != "adamw", rate)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "Muon", "adam", "adamw:1e-3", "muon:", "muon:fast", "muon:-1", "muon:nan"]
-)
-def test_what_is_no_optimizer(text):
-    with pytest.raises(ValueError, match=f"^--optimizer {text}: expected adamw, muon, or muon:LR"):
-        parse_optimizer(text)
-
-
 ADAPTED = {"actor_lora_dim": 4, "critic_lora_dim": 4}
 
 
@@ -77,9 +63,8 @@ ADAPTED = {"actor_lora_dim": 4, "critic_lora_dim": 4}
     [
         (SFTArguments(optimizer="muon", lora_dim=4), "fp32", "or --only_optimize_lora false"),
         (SFTArguments(optimizer="muon", lora_dim=4, only_optimize_lora=False), "fp32", ""),
-        (PPOArguments(optimizer="muon:1e-3", **ADAPTED), "bf16", "muon:1e-3 has no matrix to train"),
-        (PPOArguments(optimizer="muon:1e-3", actor_lora_dim=4), "bf16", ""),  # the critic has
-        (SFTArguments(optimizer="lion"), "bf16", "--optimizer lion: expected"),
+        (PPOArguments(optimizer="muon", **ADAPTED), "bf16", "muon has no matrix to train"),
+        (PPOArguments(optimizer="muon", actor_lora_dim=4), "bf16", ""),  # the critic has
         (SFTArguments(optimizer_dtype="bf16"), "fp32", "needs --dtype bf16, but this run uses fp32"),
         (SFTArguments(optimizer_dtype="bf16", offload="all"), "bf16", "--offload all exclude each other"),
         (SFTArguments(optimizer_dtype="bf16", offload="param"), "bf16", ""),
@@ -101,7 +86,7 @@ def test_matrices_of_layers_are_muons_and_nothing_else(family, auto_class):
     config = tiny_config(family, 64)
     config.num_labels = 1
     model = auto_class.from_config(config)
-    groups = build_optimizer(model, learning_rate=1e-3, spec=OptimizerSpec(True, 0.5)).param_groups
+    groups = build_optimizer(model, learning_rate=1e-3, optimizer="muon", muon_learning_rate=0.5).param_groups
     (muons,) = (group for group in groups if group["is_muon"])
     names = {id(p): name for name, p in model.named_parameters()}
     found = {names[id(p)] for p in muons["params"]}
@@ -118,7 +103,7 @@ GRADIENT_SCALES = (1.0, 0.5, 2.0)
 
 
 def start(stage: int, dtype: str = "fp32", offload: str = "none", optimizer_dtype: str = "fp32") -> Trained:
-    return Trained(stage, dtype, offload, optimizer="muon:0.02", optimizer_dtype=optimizer_dtype)
+    return Trained(stage, dtype, offload, muon_learning_rate=0.02, optimizer_dtype=optimizer_dtype)
 
 
 def expected_weights() -> dict[str, torch.Tensor]:
@@ -178,11 +163,11 @@ RESUMED = [
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(("stage", "offload", "optimizer_dtype", "later", "later_offload"), RESUMED)
-@pytest.mark.parametrize("optimizer", ["muon:0.02", "adamw"])
+@pytest.mark.parametrize("muon_learning_rate", [0.02, None])
 def test_a_run_resumes_to_the_bit_under_another_stage_too(
-    optimizer, stage, offload, optimizer_dtype, later, later_offload, tmp_path
+    muon_learning_rate, stage, offload, optimizer_dtype, later, later_offload, tmp_path
 ):
-    more = {"optimizer": optimizer, "optimizer_dtype": optimizer_dtype}
+    more = {"muon_learning_rate": muon_learning_rate, "optimizer_dtype": optimizer_dtype}
     saved, loaded = Trained(stage, "bf16", offload, **more), Trained(later, "bf16", later_offload, **more)
     take_steps([saved.gradients(1.0)])
     write_slices(tmp_path / "pieces", saved.state.tensor_slices())
@@ -190,7 +175,7 @@ def test_a_run_resumes_to_the_bit_under_another_stage_too(
     kinds = {reader.read(key).dtype for key in reader.index}
     assert kinds == {torch.bfloat16 if optimizer_dtype == "bf16" else torch.float32}
     has_second = any(key == "0.weight:exp_avg_sq" for key in reader.index)
-    assert has_second == (optimizer == "adamw") and "0.weight:exp_avg" in reader.index
+    assert has_second == (muon_learning_rate is None) and "0.weight:exp_avg" in reader.index
     EngineState(loaded.engine).load(reader, saved.state.json_state())
     before = saved.snapshot()
     assert_equal_snapshots(loaded.snapshot(), before)

@@ -14,7 +14,6 @@ from common.data import packed_batch
 from common.data.global_batches import Groups, RowPlan, evaluation_batches
 from common.data.micro_batches import TokenPlan
 from common.data.packed_batch import collate_pairs, collate_sft
-from common.flags.value_forms import TokenCaps
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.policy_model import PolicyModel, compute_nll_sum, count_targets
 from common.models.value_model import load_value_model
@@ -289,7 +288,7 @@ def test_a_cpu_cuts_large_steps_by_itself(is_packed, has_gpu, flag, rows, expect
     args = SFTArguments(
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=5 // rows,
-        max_tokens_per_micro_batch=TokenCaps(f"{flag}"),
+        max_tokens_per_micro_batch=flag,
     )
     lengths = [[sum(of_row) for of_row in LENGTHS]]
     batches = single_model.TrainingRows(args, range(5), list, lengths).batches(is_packed)
@@ -324,7 +323,7 @@ def test_what_rows_of_a_conversation_begin_with_is_computed_once(max_tokens, tin
 
     monkeypatch.setattr(PolicyModel, "forward", spy)
     groups = Groups([row["conversation"] for row in rows])
-    args = SFTArguments(per_device_train_batch_size=6, max_tokens_per_micro_batch=TokenCaps(f"{max_tokens}"))
+    args = SFTArguments(per_device_train_batch_size=6, max_tokens_per_micro_batch=max_tokens)
     lengths = [[len(row["input_ids"]) for row in rows]]
     training_rows = single_model.TrainingRows(args, rows, collate_sft, lengths, groups)
     micro_batches = next(training_rows.batches(is_packed=True))

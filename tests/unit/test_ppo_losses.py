@@ -10,6 +10,7 @@ import torch
 from right_or_wrong import close, forms, judge
 from rollout_batches import PADDING, fill, random_batch
 
+from step3_ppo.arguments import PPOArguments
 from step3_ppo.policy_losses import (
     POLICY_LOSSES,
     LossTokens,
@@ -17,7 +18,6 @@ from step3_ppo.policy_losses import (
     build_policy_loss,
     clipped_surrogate,
     find_policy_loss,
-    parse_clip_range,
 )
 from step3_ppo.ppo_math import (
     loss_weights,
@@ -192,7 +192,7 @@ def test_cispo_by_hand():
     close(tokens.new_logprobs.grad, slopes)
     assert sides["clip_fraction_high"].tolist() == [True, False, False, False, False]
     assert sides["clip_fraction_low"].tolist() == [False, True, False, False, False]
-    assert parse_clip_range(POLICY_LOSSES["cispo"].clip_range)[0] == 1.0  # no lower bound
+    assert POLICY_LOSSES["cispo"].clip_range == 1.0  # no lower bound
 
 
 def test_a_loss_is_found_with_its_options_and_tried(tmp_path, monkeypatch):
@@ -206,7 +206,8 @@ def test_a_loss_is_found_with_its_options_and_tried(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     loss, options = find_policy_loss("losses_of_a_test:plain:sharpness=2")
     assert loss == PolicyLoss("losses_of_a_test:plain", loss.function) and options == {"sharpness": 2.0}
-    losses, _ = build_policy_loss("losses_of_a_test:plain:sharpness=2", "0.2")(make_tokens(*TOKENS))
+    args = PPOArguments(policy_loss="losses_of_a_test:plain:sharpness=2", clip_range=0.2)
+    losses, _ = build_policy_loss(args)(make_tokens(*TOKENS))
     close(losses[:2], [-2 * math.log(2.205), 6 * math.log(2)])
     assert find_policy_loss("gspo") == (POLICY_LOSSES["gspo"], {})
     for text, message in {
@@ -219,14 +220,15 @@ def test_a_loss_is_found_with_its_options_and_tried(tmp_path, monkeypatch):
         "gspo:dual_clip=3": r"gspo cannot be called as gspo\(tokens, clip_range, dual_clip\)",
     }.items():
         with pytest.raises(ValueError, match=f"(?s).*{message}"):
-            build_policy_loss(text, "0.2")
+            build_policy_loss(PPOArguments(policy_loss=text, clip_range=0.2))
 
 
-def test_clip_ranges():
-    assert parse_clip_range("0.2") == (0.2, 0.2) and parse_clip_range("3e-4,4e-4") == (3e-4, 4e-4)
-    for text in ("0", "", "0.2,", "0.1,0.2,0.3", "0.2,inf", "-1", "wide"):
-        with pytest.raises(ValueError, match=f"--clip_range {text}: give one number above 0, or two"):
-            parse_clip_range(text)
+@pytest.mark.parametrize(("high", "expected"), [(0.0, 1.25), (0.5, 1.5)])
+def test_a_clip_range_has_a_side_of_its_own_above_1(high, expected):
+    """0: the range below. A ratio of 9 with an advantage of 2 is clipped."""
+    function = build_policy_loss(PPOArguments(clip_range=0.25, clip_range_high=high))
+    tokens = make_tokens([9.0], [2.0], [1])
+    assert float(function(tokens)[0]) == pytest.approx(-2 * expected)
 
 
 # --- the critic's loss ---

@@ -8,7 +8,6 @@ import torch
 
 from common.data.packed_batch import PackedBatch, collate_texts
 from common.engine.ds_config import build_config, build_engine
-from common.flags.value_forms import KLLimit
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.policy_model import PolicyModel, compute_nll_sum
 from common.ranks.failures import StepRefused
@@ -51,7 +50,7 @@ def linear_losses(process_group):
         roles = SimpleNamespace(actor=SimpleNamespace(model=engine), critic=None)
         args = PPOArguments(unsupervised_dataset_name="x", unsup_coef=0.5, **flags)
         args = fill_defaults(args, ALGORITHMS["ppo"])
-        return LinearLosses(args, roles, KLController(0.1), iter([batches] * 2)), engine, batches
+        return LinearLosses(args, roles, KLController(0.1), None, iter([batches] * 2)), engine, batches
 
     return make
 
@@ -87,7 +86,7 @@ def test_text_is_learned_at_temperature_1_whatever_samples_have(tiny_model_folde
     for temperature in (1.0, 0.5):
         policy = PolicyModel(model, num_valid_tokens=320, temperature=temperature)
         roles = SimpleNamespace(actor=SimpleNamespace(model=policy, is_packed=False))
-        losses = PPOLosses(fill_defaults(PPOArguments(), ALGORITHMS["ppo"]), roles, None)
+        losses = PPOLosses(PPOArguments(), roles, None, None)
         sums.append(losses._pretraining_sums(batch)[0].item())
     assert sums == [compute_nll_sum(policy, batch, temperature=1.0).item()] * 2
     assert sums[0] != pytest.approx(compute_nll_sum(policy, batch).item(), abs=1e-3)
@@ -105,13 +104,13 @@ def test_a_minibatch_without_tokens_makes_no_step(linear_losses):
 
 
 def test_a_minibatch_beyond_the_kl_makes_no_step_and_the_next_one_does(linear_losses):
-    losses, engine, batches = linear_losses(unsup_step="own", early_stop_kl=KLLimit("0.125:skip"))
+    losses, engine, batches = linear_losses(unsup_step="own", early_stop_kl=0.125, early_stop_action="skip")
     losses.approx_kl = 0.25
     assert losses.update(batches) == {} and engine.module.weight.tolist() == START
     losses.approx_kl = 0.125
     assert losses.update(batches)["policy/approx_kl"] == 0.125
     assert engine.module.weight.tolist() != START and engine.global_steps == 1
-    losses, engine, batches = linear_losses(unsup_step="own", early_stop_kl=KLLimit("0.125"))
+    losses, engine, batches = linear_losses(unsup_step="own", early_stop_kl=0.125)
     losses.approx_kl = 0.25
     assert losses.update(batches) and engine.module.weight.tolist() != START, "the rest is left out, not this"
 
@@ -141,7 +140,7 @@ def test_the_loss_of_the_critic_is_that_of_the_flags():
     mixture = SimpleNamespace(router_loss=torch.tensor(4.0), router_coefficient=0.5)
     critic = SimpleNamespace(model=mixture, compute_values=lambda batch: (values, None))
     args = fill_defaults(PPOArguments(value_loss="huber", value_clip_range=0.5), ALGORITHMS["ppo"])
-    losses = PPOLosses(args, SimpleNamespace(critic=critic), None)
+    losses = PPOLosses(args, SimpleNamespace(critic=critic), None, None)
     loss, stats = losses._value_sums(PackedBatch.build([0], data))
     # |1 - 3| - 1/2; of 2, clipped to 1.5, |1.5 - 3| - 1/2; the router's for each of two tokens
     assert loss.item() == pytest.approx(1.5 + 1.0 + 2 * 0.5 * 4.0) and float(stats["value/router_loss"]) == 8

@@ -8,11 +8,13 @@ import torch
 from right_or_wrong import close
 from rollout_batches import make_batch, make_rollout_batch
 
-from common.flags.value_forms import KLLimit
 from common.ranks.failures import StepRefused
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.hooks import HOOKS, register_hook
+from step3_ppo.policy_losses import build_policy_loss
+from step3_ppo.ppo_losses import PPOLosses
+from step3_ppo.ppo_math import KLController
 from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.scorer import Scorer
 from step3_ppo.roles import has_text_steps
@@ -31,11 +33,18 @@ def test_the_schedules_are_as_long_as_the_optimizer_steps():
     assert args.updates_per_step == 3 * 6
 
 
+def make_trainer(args, algorithm, rollout, logger=None) -> PPOTrainer:
+    """A trainer without prompts."""
+    kl = KLController(args.kl_coef, args.kl_target, args.kl_horizon)
+    losses = PPOLosses(args, rollout.roles, kl, build_policy_loss(args))
+    return PPOTrainer(algorithm, rollout, losses, None, logger)
+
+
 def open_trainer(**flags):
     """A trainer with one step open, of two minibatches, and the list of what its losses are asked for."""
     args, algorithm, rollout, asked = PPOArguments(**flags), ALGORITHMS["ppo"], KnowingCritic(), []
     rollout.max_gap = 1e-3
-    trainer = PPOTrainer(fill_defaults(args, algorithm), algorithm, rollout, None, None, None)
+    trainer = make_trainer(fill_defaults(args, algorithm), algorithm, rollout)
     trainer.open_step = OpenStep(1, None, {})
 
     def minibatches(current):
@@ -91,9 +100,9 @@ def test_a_step_on_text_follows_each_step_that_was_made():
     ("flags", "num_made", "loss", "approx_kl"),
     [
         ({}, 5, (1 + 2 + 6 + 7 + 9) / 5, (0.125 * 1 + 0.25 * 6) / 16),
-        ({"early_stop_kl": KLLimit("0.125")}, 4, (1 + 2 + 6 + 7) / 4, (0.125 * 1 + 0.25 * 6) / 14),
+        ({"early_stop_kl": 0.125}, 4, (1 + 2 + 6 + 7) / 4, (0.125 * 1 + 0.25 * 6) / 14),
         ({"early_stop_imp_ratio": 1.5}, 3, (1 + 2 + 6) / 3, 0.125 * 1 / 8),
-        ({"early_stop_imp_ratio": 1.5, "early_stop_kl": KLLimit("0.125")}, 3, 3.0, 0.125 * 1 / 8),
+        ({"early_stop_imp_ratio": 1.5, "early_stop_kl": 0.125}, 3, 3.0, 0.125 * 1 / 8),
     ],
 )
 def test_a_step_ends_behind_the_first_update_beyond_a_limit(flags, num_made, loss, approx_kl, monkeypatch):
@@ -158,7 +167,7 @@ def test_a_critic_that_is_right_leaves_no_advantage_while_statistics_move(kind, 
     )  # fmt: skip
     learned, algorithm, rollout = [], ALGORITHMS["ppo"], KnowingCritic()
     logger, run = SimpleNamespace(log=lambda *_: None), SimpleNamespace(num_updates=0, point=lambda *_: None)
-    trainer = PPOTrainer(fill_defaults(args, algorithm), algorithm, rollout, None, None, logger)
+    trainer = make_trainer(fill_defaults(args, algorithm), algorithm, rollout, logger)
     rollout.normaliser = normaliser = trainer.value_normaliser
     normaliser.beta = 0.5
     trainer.minibatches = lambda current: learned.append(current.batch) or ()
@@ -218,7 +227,7 @@ def test_hooks_run_before_and_after_each_phase(monkeypatch):
     logger = SimpleNamespace(log=lambda *_: None)
     run = SimpleNamespace(num_updates=0, point=lambda *_: None)
     args = fill_defaults(PPOArguments(reward_clip=0.0, kl_coef=0.0), algorithm)
-    trainer = PPOTrainer(args, algorithm, rollout, None, None, logger)
+    trainer = make_trainer(args, algorithm, rollout, logger)
     trainer.minibatches = lambda current: learned.append(current.batch) or list(minibatches)
 
     def update(current, make_step, micro_batches, *_):
@@ -263,8 +272,8 @@ def test_the_pass_for_prox_is_spared_where_versions_are_equal(sampled_at, recomp
         roles=SimpleNamespace(actor=actor), scores=Scorer([]), recomputes=recomputes, score_cap=TokenCap(8)
     )
     lengths = {"loss_aggregation": "constant", "max_answer_seq_len": 40, "max_prompt_seq_len": 9}
-    args = fill_defaults(PPOArguments(rollout_correction="tis:1.2", **lengths), algorithm)
-    trainer = PPOTrainer(args, algorithm, rollout, None, None, None)
+    args = fill_defaults(PPOArguments(rollout_correction="tis", correction_high=1.2, **lengths), algorithm)
+    trainer = make_trainer(args, algorithm, rollout)
     if is_spared is None:
         with pytest.raises(AssertionError, match="step 5 has tokens of a policy that has made 5 steps"):
             trainer.add_advantages(5, batch)
@@ -310,7 +319,7 @@ def test_responses_of_all_ranks_are_written_a_share_at_a_time(monkeypatch):
 
 
 def test_rewards_pay_for_kl_by_the_coefficient_that_has_moved():
-    trainer, *_ = open_trainer(kl_in="reward:k1", kl_coef=0.5, kl_target=0.1)
+    trainer, *_ = open_trainer(kl_in="reward", kl_coef=0.5, kl_target=0.1)
     trainer.kl_controller.coef = 2.0
     says = {"old_logprobs": torch.full((2, 2), -1.0), "ref_logprobs": torch.full((2, 2), -1.25)}
     batch = make_batch([2, 1], old_values=torch.zeros(2, 2), next_values=torch.zeros(2), **says)
@@ -321,7 +330,7 @@ def test_the_kl_controller_counts_the_samples_of_all_ranks(monkeypatch):
     """Three on this rank, of two; the step's own coefficient is logged."""
     algorithm, logger = ALGORITHMS["ppo"], SimpleNamespace(log=lambda *_: None)
     args = fill_defaults(PPOArguments(kl_coef=0.5, kl_target=0.1), algorithm)
-    trainer = PPOTrainer(args, algorithm, KnowingCritic(), None, None, logger)
+    trainer = make_trainer(args, algorithm, KnowingCritic(), logger)
     trainer._write_responses = lambda *_: None
     monkeypatch.setattr("step3_ppo.ppo_trainer.distributed.world_size", lambda: 2)
     batch = make_rollout_batch([0, 1, 2], [2, 1, 1], [3, 1, 6])

@@ -15,18 +15,12 @@ from step3_ppo.algorithms import ALGORITHMS
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.evaluation import compare, judge, measure
 from step3_ppo.metrics import summarise_scores
-from step3_ppo.ppo_math import constant_groups
+from step3_ppo.ppo_losses import PPOLosses
+from step3_ppo.ppo_math import KLController, constant_groups
 from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.rewards.scorer import PREFIX, Scorer
-from step3_ppo.rewards.text_rewards import TextReward, checked_scores, parse_on_error
-
-
-@pytest.mark.parametrize("text", ["", "default:", "default:nan", "mask:1"])
-def test_what_is_no_value_of_the_flag_is_named(text):
-    with pytest.raises(ValueError, match=f"--reward_on_error {text}: use refuse, mask, or default:VALUE"):
-        parse_on_error(text)
-
+from step3_ppo.rewards.text_rewards import TextReward, checked_scores
 
 # ---- the sum -----------------------------------------------------------------------------------------------
 
@@ -38,7 +32,7 @@ def scores_of(on_error, *, texts, model=None, weights=(1.0, 1.0)):
         RewardSpec("model", "x", weights[1], "model"),
     ]
     reward = FakeReward(lambda answers: texts, on_error)
-    scores = Scorer(specs, {"function_f": reward}, lambda ids: "", parse_on_error(on_error))
+    scores = Scorer(specs, {"function_f": reward}, lambda ids: "", on_error=on_error, default_score=-3.0)
     batch = make_rollout_batch([0, 1, 2, 3], [2] * 4, [3, 1, 2, 4], num_samples=2)
     given = torch.tensor(model or [0.5] * 4)
     models = {"model": SimpleNamespace(score=lambda batchs: [given])}
@@ -50,7 +44,7 @@ def scores_of(on_error, *, texts, model=None, weights=(1.0, 1.0)):
 
 @pytest.mark.parametrize(
     ("on_error", "total", "counts"),
-    [("default:-3", [1.5, -2.5, 2.5, -2.5], [True] * 4), ("mask", [1.5, 0.5, 2.5, 0.5], [True, False] * 2)],
+    [("default", [1.5, -2.5, 2.5, -2.5], [True] * 4), ("mask", [1.5, 0.5, 2.5, 0.5], [True, False] * 2)],
 )
 def test_an_answer_without_a_score_has_the_default_or_does_not_count(on_error, total, counts):
     scores, batch = scores_of(on_error, texts=[1.0, None, 2.0, math.nan])
@@ -106,15 +100,17 @@ def learned(name, batch, on_error, **flags):
     algorithm = ALGORITHMS[name]
     flags = {
         "algorithm": name,
-        "kl_in": f"{algorithm.kl_in}:k1",
+        "kl_in": algorithm.kl_in,
+        "kl_estimator": "k1",
         "adv_norm": "batch",
-        "clip_range": "0.2",
+        "clip_range": 0.2,
     } | flags
     args = dataclasses.replace(PPOArguments(), whiten_scores="batch", value_norm="exp", **flags)
     specs = [RewardSpec("function", "m:f", 1.0, "function_f")]
-    scores = Scorer(specs, on_error=parse_on_error(on_error))
+    scores = Scorer(specs, on_error=on_error)
     rollout = SimpleNamespace(scores=scores, recomputes=False, roles=None)
-    trainer = PPOTrainer(args, algorithm, rollout, None, None, SimpleNamespace(log_interval=100))
+    losses = PPOLosses(args, None, KLController(args.kl_coef), None)
+    trainer = PPOTrainer(algorithm, rollout, losses, None, SimpleNamespace(log_interval=100))
     done = trainer.add_advantages(1, batch)
     state = {name: getattr(trainer.value_normaliser, name, 0.0) for name in ("weight", "mean", "variance")}
     summary = {name: value for name, value in done.summary.items() if "failed" not in name}

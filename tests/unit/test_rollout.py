@@ -18,7 +18,6 @@ from rollout_batches import make_rollout_batch
 from common.data.packed_batch import ROW_IDS, PackedBatch, collate_prompts
 from common.engine.ds_config import build_config, build_engine
 from common.engine.engine_step import LossTerm, compute_gradients, take_steps
-from common.flags.value_forms import TokenCaps
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generation
 from common.models.loading import ModelOptions, load_causal_lm
@@ -34,7 +33,6 @@ from step3_ppo.arguments import PPOArguments
 from step3_ppo.build_roles import build_roles
 from step3_ppo.rewards.reward_specs import RewardSpec, parse_rewards
 from step3_ppo.rewards.scorer import Scorer
-from step3_ppo.rewards.text_rewards import parse_on_error
 from step3_ppo.roles import Actor, LoraReference, MovingReference, Reference, Roles
 from step3_ppo.rollout import Rollout, add_sampling_mask
 
@@ -74,7 +72,7 @@ class FakeReward:
 
 
 def build(
-    score_of=lambda x: x, *, rounds=0, source="rollout", staleness=0, texts=None, bias=0.0, caps="64",
+    score_of=lambda x: x, *, rounds=0, source="rollout", staleness=0, texts=None, bias=0.0, caps=(64, 0),
     on_error="refuse", replays=False, **how,
 ):  # fmt: skip
     def values(batches):
@@ -92,10 +90,11 @@ def build(
         old_logprobs=source,
         rollout_staleness=staleness,
         replay_sampling_support=replays,
-        max_tokens_per_micro_batch=TokenCaps(caps),
+        max_tokens_per_micro_batch=caps[0],
+        max_tokens_per_scoring_pass=caps[1],
     )
     texts = {"function_f": texts} if texts else {}
-    scores = Scorer(specs, texts, lambda ids: f"<{len(ids)}>", parse_on_error(on_error), bias=bias)
+    scores = Scorer(specs, texts, lambda ids: f"<{len(ids)}>", bias=bias, on_error=on_error)
     return Rollout(args, roles, scores, **how)
 
 
@@ -132,7 +131,7 @@ def test_a_rollout_batch_has_a_response_an_item_in_the_order_of_the_samples():
 
 @pytest.mark.parametrize(
     ("caps", "num_passes", "trained"),
-    [("6", 5, 6), ("6,64", 1, 6), ("64,6", 5, 64), ("0,6", 5, 16 * 512), ("0", 1, 16 * 512)],
+    [((6, 0), 5, 6), ((6, 64), 1, 6), ((64, 6), 5, 64), ((0, 6), 5, 16 * 512), ((0, 0), 1, 16 * 512)],
 )
 def test_passes_without_gradients_have_a_cap_of_their_own(caps, num_passes, trained):
     """Of 4, 5, 5, 6, 2 and 3 tokens; the last two are 6 with their padding. No score depends on it."""

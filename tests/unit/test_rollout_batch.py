@@ -9,7 +9,6 @@ import torch.distributed as dist
 from rollout_batches import make_batch, make_rollout_batch
 
 from common.data.packed_batch import PackedBatch
-from common.flags.value_forms import TokenCaps
 from common.models.tensor_ops import correlation
 from common.ranks import distributed
 from step3_ppo import metrics
@@ -84,9 +83,7 @@ def test_responses_stand_behind_their_prompts():
 def make_args(rows, accumulation=1, max_tokens=0) -> PPOArguments:
     """Two epochs of minibatches."""
     args = PPOArguments(per_device_training_batch_size=rows, gradient_accumulation_steps=accumulation)
-    return dataclasses.replace(
-        args, max_tokens_per_micro_batch=TokenCaps(f"{max_tokens}"), ppo_epochs=2, seed=5
-    )
+    return dataclasses.replace(args, max_tokens_per_micro_batch=max_tokens, ppo_epochs=2, seed=5)
 
 
 SIZES = {name: torch.tensor(of) for name, of in zip(("prompt", "response"), LENGTHS, strict=True)}

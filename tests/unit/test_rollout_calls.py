@@ -17,7 +17,7 @@ def test_passes_are_cut_as_the_actor_lays_sequences(layout, num_passes, monkeypa
     """Rows of 4, 5, 5, 6, 2 and 3 tokens: padded, packed, or groups of 6, 7 and 4 that share prompts."""
     for name in layout:
         monkeypatch.setattr(FakeActor, name, True)
-    rollout, asked = build(caps="64,7"), []
+    rollout, asked = build(caps=(64, 7)), []
     reward = rollout.roles.rewards["model"]
     score = reward.score
     monkeypatch.setattr(reward, "score", lambda parts: asked.append(parts) or score(parts))

@@ -12,8 +12,11 @@ from right_or_wrong import close, play_ranks
 from rollout_batches import PADDING, fill
 
 from common.data.packed_batch import PackedBatch
+from common.flags.problems import Problems
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.checks import check_flags
+from step3_ppo.policy_losses import build_policy_loss
 from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import (
     KLController,
@@ -21,8 +24,9 @@ from step3_ppo.ppo_math import (
 from step3_ppo.rollout_correction import (
     BINS,
     FORMS,
+    Correction,
     correction_weights,
-    parse_correction,
+    find_correction,
     prox_share,
     summarise_weights,
 )
@@ -43,21 +47,35 @@ CORRECTED = {
 }
 
 
+def flags_of(text: str) -> dict[str, str | float]:
+    """The flags of FORM, or FORM:[LOW,]HIGH."""
+    name, _, bounds = text.partition(":")
+    low, _, high = bounds.rpartition(",")
+    return {
+        "rollout_correction": name, "correction_low": float(low or 0), "correction_high": float(high or 0),
+    }  # fmt: skip
+
+
+def correction_of(text: str) -> Correction | None:
+    """The correction of such a text."""
+    return find_correction(PPOArguments(**flags_of(text)))
+
+
 @pytest.mark.parametrize("text", CORRECTED)
 def test_corrections_by_hand(text):
     """A14, A16: prox against the sampler. A21: level, action, metric and bounds. A23: padding is not read."""
     for padding in PADDING:
         prox, sampled = (fill(x, COUNTED, padding) for x in (RAW.log() - 3.0, torch.full((3, 3), -3.0)))
-        found = correction_weights(prox, sampled, COUNTED, parse_correction(text))
+        found = correction_weights(prox, sampled, COUNTED, correction_of(text))
         close(found.weights, CORRECTED[text])
     prox = torch.where(COUNTED, math.nan, prox)  # a number that is none shows where it counts
-    weights = correction_weights(prox, sampled, COUNTED, parse_correction(text)).weights
+    weights = correction_weights(prox, sampled, COUNTED, correction_of(text)).weights
     assert weights.isnan().tolist() == (COUNTED if weights.dim() == 2 else COUNTED.any(1)).tolist()
 
 
 def summarise(rows, text, *others) -> dict[str, float]:
     """What the weights of these rows are like."""
-    sampled, how = torch.full((3, 3), -3.0), parse_correction(text)
+    sampled, how = torch.full((3, 3), -3.0), correction_of(text)
     found = correction_weights((RAW.log() + sampled)[rows], sampled[rows], COUNTED[rows], how)
     return summarise_weights(found, *others)
 
@@ -82,18 +100,23 @@ def test_what_weights_are_like_by_hand():
     assert sequences["correction/capped_fraction"] == pytest.approx(1 / 3)  # of responses
 
 
-def test_forms_of_a_correction():
-    assert parse_correction("none") is None and parse_correction("tis") == parse_correction("tis:2")
-    assert parse_correction("mis:2") == parse_correction("mis:0,2") == FORMS["mis"]
-    for text in ("tsi", "tis:", "tis:0", "mis:2,1", "mis:1,2,3", "tis:nan", "mis:-1,2", "none:2", ""):
-        with pytest.raises(ValueError, match=f"--rollout_correction {text}: "):
-            parse_correction(text)
+def test_bounds_of_a_correction():
+    assert correction_of("none") is None and correction_of("tis") == correction_of("tis:0,2")
+    assert correction_of("mis:0,2") == FORMS["mis"] and correction_of("geo_rs:0,2").lower == 0.0
+    problems = Problems()
+    args = PPOArguments(rollout_correction="mis", correction_low=2.0, correction_high=1.0)
+    check_flags(args, 1, "fp32", problems)
+    assert problems.messages == ["--correction_low 2.0 is not below --correction_high 1.0; lower it"]
+    for low in (0.0, 3.0):  # without an upper bound the lower one is not read
+        problems = Problems()
+        check_flags(PPOArguments(rollout_correction="mis", correction_low=low), 1, "fp32", problems)
+        assert problems.messages == []
 
 
 @pytest.mark.parametrize(
     ("flags", "more"),
     # 0.5 (1 / 2 + 2 + 4 / 4) and 0.25 (1 / 2 + 2 + 3 / 4), which no weight of a correction is for.
-    [({}, 0.0), ({"kl_in": "loss:k1"}, 1.75), ({"entropy_coef": 0.25}, -0.8125)],
+    [({}, 0.0), ({"kl_in": "loss", "kl_estimator": "k1"}, 1.75), ({"entropy_coef": 0.25}, -0.8125)],
     ids=["", "KL", "entropy"],
 )
 def test_the_decoupled_loss_and_its_statistics_by_hand(flags, more):
@@ -112,9 +135,11 @@ def test_the_decoupled_loss_and_its_statistics_by_hand(flags, more):
     actor = SimpleNamespace(
         model=mixture, compute_logprobs=lambda *_, **__: (new, torch.tensor([1.0, 2.0, 3.0, 9.0]))
     )
-    flags = flags | {"rollout_correction": "mis", "clip_range": "0.1,0.3"}
+    flags = flags | {"rollout_correction": "mis", "clip_range": 0.1, "clip_range_high": 0.3}
     args = fill_defaults(PPOArguments(**flags), ALGORITHMS["ppo"])
-    losses = PPOLosses(args, SimpleNamespace(actor=actor), KLController(0.5))  # as it has moved
+    losses = PPOLosses(
+        args, SimpleNamespace(actor=actor), KLController(0.5), build_policy_loss(args)
+    )  # as it has moved
     found, stats = losses._policy_sums(PackedBatch.build([0], {key: [x] for key, x in data.items()}))
     # 0.5 * 2 * -1 * 1.3, at the bound; 1 * 1 * 1; a weight of 0; padding; the router's by the loss's divisor
     assert float(found) == pytest.approx(-1.3 + 1.0 + 5 * 0.5 * 4.0 + more, abs=1e-5)
@@ -155,8 +180,8 @@ def test_prox_between_rollout_and_now_by_hand(correction, slopes, capped):
     actor = SimpleNamespace(
         model=SimpleNamespace(router_loss=None), compute_logprobs=lambda *_, **__: (new, torch.zeros(4))
     )
-    args = fill_defaults(PPOArguments(prox_logprobs="loglinear"), ALGORITHMS["ppo"])
-    losses = PPOLosses(args, SimpleNamespace(actor=actor), None, correction=parse_correction(correction))
+    args = fill_defaults(PPOArguments(prox_logprobs="loglinear", **flags_of(correction)), ALGORITHMS["ppo"])
+    losses = PPOLosses(args, SimpleNamespace(actor=actor), None, build_policy_loss(args))
     loss, stats = losses._policy_sums(batch)
     loss.backward()
     close(new.grad, slopes)  # each loss is its slope: no gradient flows through prox

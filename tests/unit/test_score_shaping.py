@@ -1,12 +1,11 @@
 """From the reward model's scores to what PPO maximises. A31 and the like are rows of the seeds."""
 
-import pytest
 import torch
 from right_or_wrong import close, forms, judge
 
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.rewards import score_shaping
-from step3_ppo.rewards.score_shaping import length_shortfall, overlong_share, parse_truncated
+from step3_ppo.rewards.score_shaping import length_shortfall, overlong_share
 
 LENGTHS = torch.tensor([0, 5, 10, 40])
 FINISHED = torch.tensor([True, True, False, False])
@@ -24,7 +23,7 @@ def test_the_length_term_by_hand():
 
 
 def test_clip_then_penalty_then_length():
-    flags = {"reward_clip": 5.0, "truncated": "-2", "length_reward_tokens": 10}
+    flags = {"reward_clip": 5.0, "truncated_score": -2.0, "length_reward_tokens": 10}
     found = shape_scores(SCORES, LENGTHS, FINISHED, **flags)
     # 1 - 1; clip(-9) = -5, - 0.5; cut: -2; cut: -2
     assert found.tolist() == [0.0, -5.5, -2.0, -2.0], "it still counts at the clip"
@@ -43,14 +42,9 @@ def test_scores_are_whitened_before_they_are_clipped():
 
 def test_a_number_is_the_score_of_a_cut_response():
     """R57, A32: score only when it ended, told by the flag; "mask" is the loss's business."""
-    for truncated in ("score", "bootstrap", "mask"):
-        assert parse_truncated(truncated) == (None, truncated == "bootstrap")
-    assert parse_truncated("-1") == (-1.0, False) and parse_truncated("bootstrap:-0.5") == (-0.5, True)
-    found = shape_scores(SCORES, LENGTHS, FINISHED, truncated="0")
+    found = shape_scores(SCORES, LENGTHS, FINISHED, truncated_score=0.0)
     assert found.tolist() == [1.0, -9.0, 0.0, 0.0]
-    for text in ("penalty", "", "nan", "inf", "bootstrap:", "mask:0"):
-        with pytest.raises(ValueError, match=f"--truncated {text}: choose score, bootstrap or mask, or give"):
-            parse_truncated(text)
+    assert shape_scores(SCORES, LENGTHS, FINISHED, truncated="mask").equal(SCORES)
 
 
 # --- the overlong penalty ---
@@ -76,6 +70,6 @@ def test_the_overlong_penalty_comes_after_clipping_by_hand():
     lengths = torch.tensor([0, 25, 30, 40])
     found = shape_scores(SCORES, lengths, FINISHED, reward_clip=5.0, **options)
     close(found, [1.0, -5.0 - 0.25, 5.0 - 0.5, 2.0 - 1.0])
-    cut = shape_scores(SCORES, lengths, FINISHED, truncated="-1", **options)
+    cut = shape_scores(SCORES, lengths, FINISHED, truncated_score=-1.0, **options)
     close(cut, [1.0, -9.25, -1.0 - 0.5, -1.0 - 1.0])  # both are taken off
     assert shape_scores(SCORES, lengths, FINISHED, max_answer_seq_len=40).equal(SCORES)

@@ -67,7 +67,7 @@ PPO_FLAGS=(
   --value_clip_range 0
   --reward_clip 5
   # A reply that does not end in time gets the score of a bad one.
-  --truncated -5
+  --truncated_score -5
   --log_interval 1
 )
 MEASURE_FLAGS=(--size smollm2 --template chat --num_prompts "$(steps 88 8)" --num_scored "$(steps 128 16)" --batch_size "$(steps 32 8)")
