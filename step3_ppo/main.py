@@ -272,6 +272,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.output_dir and run.num_updates:
         save_all(start, trainer, run)
     trainer.logger.close()
+    trainer.logger.write_report()
     if too_many:
         raise too_many
     run.finish()

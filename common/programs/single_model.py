@@ -238,4 +238,5 @@ def train(
         metadata |= facts_at(run.step, run.facts)
         save_model(start, logger, trainer.engine.module, metadata)
     logger.close()
+    logger.write_report()
     run.finish()

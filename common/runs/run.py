@@ -136,6 +136,7 @@ class Run(Stateful):
                 taken = load_newest(earlier.checkpoints, parts)
         if taken and not earlier.is_elsewhere:
             self.last_saved = taken.folder.name
+            self.logger.open(self.step)
         else:
             self.logger.open()
         if distributed.is_main() and self.folder:

@@ -76,8 +76,8 @@ class _GrowingFile:
 class RunLogger(Stateful):
     """Logging of a program's metrics; part of a checkpoint, because it records the length of its files.
 
-    `columns` are the metrics of the console line, in order; metrics.jsonl has all metrics. Call `open` or
-    `load` before the first metric. A full disk does not end a run: lines wait.
+    `columns` are the metrics of the console line, in order; metrics.jsonl has all metrics. Call `open`
+    before the first metric, after `load` in a resumed run. A full disk does not end a run: lines wait.
     """
 
     def __init__(self, args: RunArguments, columns: Sequence[str], num_steps: int) -> None:
@@ -88,7 +88,6 @@ class RunLogger(Stateful):
         self.trackers = TrackerGroup(args, self.note)
         names = (METRICS, SAMPLES, ROLLOUTS) if self.folder else ()
         self.files = {name: _GrowingFile(self.folder / name, self.note) for name in names}
-        self._last_step = 0
 
     def open(self, last_step: int | None = None) -> None:
         """Start a run in the trackers and the files, or resume after `last_step`.
@@ -113,16 +112,14 @@ class RunLogger(Stateful):
             if file.size:
                 sync(file.path)
         sizes = {name: file.size for name, file in self.files.items()}
-        return {"sizes": sizes, "seconds": time.monotonic() - self.started, "step": self._last_step}
+        return {"sizes": sizes, "seconds": time.monotonic() - self.started}
 
     def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
         """Truncate the files to their saved lengths, so that repeated steps occur once."""
         self.started = time.monotonic() - state["seconds"]
-        self._last_step = state["step"]
         for name, file in self.files.items():
             file.size = state["sizes"].get(name, 0)
             file.append()
-        self.open(state["step"])
 
     def note(self, text: str) -> None:
         """Print a line; it is dropped if the stream has no reader any more."""
@@ -132,7 +129,6 @@ class RunLogger(Stateful):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a step everywhere; `step` counts from 1."""
-        self._last_step = step
         metrics = {**metrics, "perf/peak_memory_gib": peak_memory_gib()}
         seconds = time.monotonic() - self.started
         self._write(METRICS, step, {"seconds": round(seconds, 3), **metrics})
@@ -161,10 +157,13 @@ class RunLogger(Stateful):
             self.files[ROLLOUTS].append(gzip.compress(lines.encode(), mtime=0))
 
     def close(self) -> None:
-        """Close the trackers and write report.html from the files."""
+        """Close the trackers and write waiting lines."""
         self.trackers.close()
         for file in self.files.values():
             file.append()
+
+    def write_report(self) -> None:
+        """Write report.html from the files; a failure is a note."""
         if self.folder:
             try:
                 draw_run(self.folder)

@@ -121,7 +121,7 @@ def last_state(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         for name, tensor in load_file(file).items()
     }
     numbers = json.loads(json.dumps(found[0].meta["numbers"]))
-    numbers["log"] = {"step": numbers["log"]["step"]}
+    del numbers["log"]  # sizes of files and seconds
     return tensors, numbers
 
 

@@ -41,6 +41,7 @@ def start_logger(
         logger.open()
     else:
         logger.load(TensorReader([]), json.loads(json.dumps(numbers)))
+        logger.open(last_step=1)
     return logger
 
 

@@ -30,6 +30,7 @@ def test_files_and_lines_of_a_run(tmp_path, capsys):
         logger.log(step, {"sft/loss": 1.0 / step, "sft/hidden": 9.0, "perf/step_seconds": 0.5})
     logger.sample(3, prompt="p", answer="ä")
     logger.close()
+    logger.write_report()
     rows = lines_of(tmp_path / "metrics.jsonl")
     assert [r["step"] for r in rows] == [0, 1, 2, 3]
     assert rows[2]["sft/loss"] == 0.5 and rows[2]["sft/hidden"] == 9.0 and rows[2]["perf/peak_memory_gib"] > 0
@@ -69,7 +70,7 @@ def test_nothing_is_written_without_a_folder_or_by_other_ranks(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("common.ranks.distributed.is_main", lambda: is_main)
-    numbers = {"sizes": {"metrics.jsonl": 5, "samples.jsonl": 0}, "seconds": 1.0, "step": 1}
+    numbers = {"sizes": {"metrics.jsonl": 5, "samples.jsonl": 0}, "seconds": 1.0}
     for before in (None, numbers):
         logger = start_logger(folder, before, num_steps=2)
         logger.log(2, {"a/b": 1.0})
@@ -117,7 +118,6 @@ def test_a_resumed_run_has_every_line_once(tmp_path, monkeypatch):
         rows = [json.loads(line) for line in file]
     assert [(r["step"], r["answer"]) for r in rows] == [(1, "ä"), (1, "1"), (2, "ä"), (2, "2"), (3, "again")]
     assert rows[-1]["kl"] is None
-    assert numbers["step"] == 2 and second.json_state()["step"] == 3
     assert 1000.0 <= lines_of(tmp_path / "metrics.jsonl")[-1]["seconds"] < 1100.0, "the clock is resumed too"
 
 
@@ -174,7 +174,7 @@ def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path, capsys, monkeyp
     logger = start_logger(tmp_path)
     logger.log(1, {"a/b": 1.0})
     with files_up_to(200):
-        logger.close()
+        logger.write_report()
     printed = capsys.readouterr().out
     assert "report.html was not written (OSError: --output" in printed
     assert "python -m tools.report" in printed and not list(tmp_path.glob("report*"))
