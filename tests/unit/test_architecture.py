@@ -37,12 +37,12 @@ MAX_FILE_LINES, AIM_FILE_LINES = 420, 400
 MAX_FUNCTION_LINES, AIM_FUNCTION_LINES = 90, 60
 # Amounts that a change may lower. One that raises a number says why in its commit.
 AMOUNTS = {
-    "statements": 19_165,
+    "statements": 19_183,
     "statements that step 3 reaches": 11_896,
     "files that step 3 reaches": 116,
     "files that one file imports": 29,
-    "assignments `a, b = x, y`": 396,
-    "conditional expressions": 868,
+    "assignments `a, b = x, y`": 394,
+    "conditional expressions": 869,
     "test lines per 100 lines of code": 98,
 }
 PEER_ENVIRONMENTS = Path("benchmarks/make_peer_env.sh")
