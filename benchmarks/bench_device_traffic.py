@@ -37,7 +37,7 @@ from common.data.packed_batch import PackedBatch, collate_pairs, collate_sft
 from common.engine.ds_config import build_config, build_engine
 from common.engine.engine_step import take_steps
 from common.generation.decode import SamplingOptions
-from common.generation.generate import Generator
+from common.generation.generate import Generator, PromptBatch
 from common.generation.inference_module import share_weights
 from common.models.loading import DTYPES
 from common.models.policy_model import PolicyModel
@@ -162,7 +162,8 @@ def count_decoding(shape: dict[str, Any]) -> dict[str, Traffic]:
                 prompts = ids.to("cuda"), torch.ones_like(ids, dtype=torch.bool).to("cuda")
                 options = SamplingOptions(ANSWERS[1], stop_token_id=-1, pad_token_id=0)
                 names = torch.arange(SLOTS, device="cuda")
-                generator.generate(*prompts, names, options, limits=torch.full_like(names, length))
+                batch = PromptBatch(*prompts, names, torch.full_like(names, length))
+                generator.generate(batch, options)
 
             for length in 2 * ANSWERS:  # what comes twice is captured
                 generate(length)

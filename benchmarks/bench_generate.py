@@ -46,7 +46,7 @@ from benchmarks.measuring import (
 from benchmarks.several_ranks import run_ranks
 from benchmarks.workload import TINY, size_of, small_llama_config
 from common.generation.decode import SamplingOptions
-from common.generation.generate import Generator
+from common.generation.generate import Generator, PromptBatch
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
 from common.generation.inference_module import share_weights
 from common.models.model_flops import ModelFlops
@@ -150,7 +150,8 @@ def run_ours(generator: Generator, work: Workload) -> None:
     """Sample all responses by our decoder, log-probabilities included."""
     options = SamplingOptions(int(work.lengths.max()), stop_token_id=-1, pad_token_id=PAD)
     sample_ids = torch.arange(len(work.lengths), device=work.lengths.device)
-    results = generator.generate(work.prompt_ids, work.prompt_mask, sample_ids, options, limits=work.lengths)
+    batch = PromptBatch(work.prompt_ids, work.prompt_mask, sample_ids, work.lengths)
+    results = generator.generate(batch, options)
     if not results.response_mask.sum(1).equal(work.lengths):
         raise AssertionError("responses of other lengths than were asked for")
 

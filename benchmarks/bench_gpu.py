@@ -38,7 +38,7 @@ from benchmarks.measuring import (
 )
 from benchmarks.workload import FIRST_ID, PAD, VOCABULARY, build_tokenizer
 from common.generation.decode import SamplingOptions
-from common.generation.generate import Generator
+from common.generation.generate import Generator, PromptBatch
 from common.generation.inference_module import share_weights
 from common.generation.kv_cache import kv_bytes_per_token
 from common.models.loading import DTYPES
@@ -82,9 +82,8 @@ class Decode:
         device = distributed.device()
         ids = torch.randint(FIRST_ID, VOCABULARY, (self.batch, 2 * self.num_tokens), device=device)
         samples = torch.arange(self.batch, device=device)
-        limits = torch.full_like(samples, num_tokens)
-        mask = torch.ones_like(ids)
-        return timed(lambda: self.generator.generate(ids, mask, samples, self.options, limits=limits))
+        batch = PromptBatch(ids, torch.ones_like(ids), samples, torch.full_like(samples, num_tokens))
+        return timed(lambda: self.generator.generate(batch, self.options))
 
     def milliseconds(self) -> float:
         """Milliseconds of a token step: of all tokens minus the first, which comes with the prompts."""

@@ -29,7 +29,7 @@ from common.flags.args import Problems, flag
 from common.flags.groups import DecodeArguments, TokenizerArguments
 from common.generation.decode import SamplingOptions
 from common.generation.decode_probe import why_not_generated
-from common.generation.generate import Generator
+from common.generation.generate import Generator, PromptBatch
 from common.generation.inference_module import share_weights
 from common.models.loading import DTYPES, ModelOptions, compute_hidden, length_limit, load_causal_lm
 from common.models.lora import trained_weights
@@ -183,13 +183,10 @@ class Answerer:
         limit = min(sampling.max_new_tokens, options.max_new_tokens, self.max_length - len(prompt_ids))
         ids = torch.tensor([prompt_ids], device=distributed.device())
         sample_ids = torch.arange(first, first + sampling.num_answers, device=ids.device)
+        mask = torch.ones_like(ids, dtype=torch.bool)
         self._generator.generate(
-            ids,
-            torch.ones_like(ids, dtype=torch.bool),
-            sample_ids,
+            PromptBatch(ids, mask, sample_ids, torch.full_like(sample_ids, limit)),
             options,
-            num_samples=sampling.num_answers,
-            limits=torch.full_like(sample_ids, limit),
             on_tokens=lambda number, token_ids: streams[number].add(token_ids),
         )
 

@@ -77,11 +77,6 @@ class RoleSpec:
         return f"reward {self.name}" if self.is_value_model and not self.is_trained else self.name
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether ZeRO 3 shards its weights."""
-        return self.flags.zero_stage == 3
-
-    @property
     def is_offloaded(self) -> bool:
         """Whether it is frozen and its weights are on the CPU between uses."""
         return not self.is_trained and self.flags.offload == "param"
@@ -99,8 +94,9 @@ class RoleSpec:
         name = base_of(self.path)
         if Path(name).is_dir():
             name = str(Path(name).resolve())
-        has_moving_shards = self.is_sharded and self.flags.offload in ("param", "all")
-        return BaseKey(name, self.is_sharded, self.is_offloaded or has_moving_shards, self.is_in_4bit)
+        is_sharded = self.flags.zero_stage == 3
+        is_on_cpu = self.is_offloaded or (is_sharded and self.flags.offload in ("param", "all"))
+        return BaseKey(name, is_sharded, is_on_cpu, self.is_in_4bit)
 
     def ds_config(self, args: Any, micro_batch_size: int) -> dict[str, Any]:
         """The model's DeepSpeed configuration."""
@@ -168,16 +164,15 @@ def fill_ranks(args: Any, problems: Problems) -> None:
     rank.
     """
     for prefix, role in args.roles().items():
-        flag = f"{prefix}lora_dim"
         path = role.model_name_or_path
         with problems.catch():
             rank = adapter_rank(path)
             problems.add_if(
                 rank != 0 and role.lora_dim not in (0, rank),
-                f"--{flag} {role.lora_dim}: the adapter {path} has rank {rank}, which is kept; leave the "
-                "flag out, or give the export/ folder of its run, which gets new adapters",
+                f"--{prefix}lora_dim {role.lora_dim}: the adapter {path} has rank {rank}, which is kept; "
+                "leave the flag out, or give the export/ folder of its run, which gets new adapters",
             )
-            setattr(args, flag, rank or role.lora_dim)
+            setattr(args, f"{prefix}lora_dim", rank or role.lora_dim)
 
 
 def describe_bases(args: Any, specs: Sequence[RoleSpec], problems: Problems) -> list[str]:
@@ -246,11 +241,12 @@ class RoleLoader:
         ds_config = spec.ds_config(self.args, self.args.per_device_training_batch_size)
         model = self._load_model(spec, ds_config).requires_grad_(False)
         layout = self.layout_of(model)
-        if spec.is_sharded:  # DeepSpeed gathers and offloads as it reads
+        is_sharded = spec.flags.zero_stage == 3
+        if is_sharded:  # DeepSpeed gathers and offloads as it reads
             model, *_ = deepspeed.initialize(model=model, config=ds_config)
         elif not spec.is_offloaded:
             model.to(distributed.device())
-        return kind(model, is_offloaded=spec.is_offloaded and not spec.is_sharded, **layout)
+        return kind(model, is_offloaded=spec.is_offloaded and not is_sharded, **layout)
 
     def layout_of(self, model: Any) -> dict[str, bool]:
         """Layout of sequences in the passes of a role's model."""

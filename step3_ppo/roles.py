@@ -14,7 +14,7 @@ import torch
 
 from common.data.packed_batch import PackedBatch, to_device
 from common.generation.decode import SamplingOptions
-from common.generation.generate import Generation, TurnCallback
+from common.generation.generate import Generation, PromptBatch, TurnCallback
 from common.generation.hybrid_engine import HybridEngine
 from common.models.divergence import scores_and_divergence
 from common.models.loading import plain_model
@@ -178,26 +178,14 @@ class Actor(Policy):
         self.generation_mode = hybrid_engine.generation_mode
 
     def generate(
-        self,
-        prompt_ids: torch.Tensor,
-        prompt_mask: torch.Tensor,
-        sample_ids: torch.Tensor,
-        *,
-        num_samples: int,
-        on_turns: TurnCallback | None = None,
-        is_greedy: bool = False,
+        self, batch: PromptBatch, *, on_turns: TurnCallback | None = None, is_greedy: bool = False
     ) -> Generation:
-        """`num_samples` responses to each left-padded prompt; only inside `generation_mode`.
-
-        Every rank must call this.
-        """
+        """The responses of all samples; only inside `generation_mode`. Every rank must call this."""
         with watchdog.phase("the generation", clock="generate"):
             sampling = replace(self.sampling, top_k=1) if is_greedy else self.sampling
-            generation = self.hybrid_engine.generate(
-                prompt_ids, prompt_mask, sample_ids, sampling, num_samples=num_samples, on_turns=on_turns
-            )
-            lengths = prompt_mask.sum(1), generation.response_mask.sum(1).cpu()
-            flops = self.model.module.flops.of_generation(*lengths, num_samples)
+            generation = self.hybrid_engine.generate(batch, sampling, on_turns=on_turns)
+            lengths = batch.prompt_mask.sum(1), generation.response_mask.sum(1).cpu()
+            flops = self.model.module.flops.of_generation(*lengths, batch.num_samples)
             COSTS.count(int(lengths[1].sum()), flops)
             return generation
 

@@ -12,6 +12,7 @@ import torch
 
 from common.data.global_batches import GlobalBatches
 from common.data.packed_batch import ROW_IDS, PackedBatch, prompt_texts
+from common.generation.generate import Generation, PromptBatch
 from common.models.output_head import SamplingMask
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused
@@ -155,56 +156,50 @@ class Rollout:
                     with watchdog.phase("the beginning of the conversations", clock=KIND):
                         prompts, conversations = self.environments.begin(prompts, num_samples)
                 parts.append(
-                    self._sample_batch(prompts, numbers, version, num_samples, conversations, is_greedy)
+                    self._sample_batch(prompts, numbers, num_samples, conversations, is_greedy=is_greedy)
                 )
                 texts |= zip(numbers.tolist(), prompt_texts(prompts), strict=True)
-        return PackedBatch.concat(parts), texts
+        batch = PackedBatch.concat(parts)
+        versions = torch.full_like(batch.data["response_ids"], version)
+        return batch.with_key("versions", versions, like="response_ids"), texts
 
     def _sample_batch(
         self,
         prompts: PackedBatch,
         numbers: torch.Tensor,
-        version: int,
         num_samples: int,
         conversations: Sequence[Conversation],
+        *,
         is_greedy: bool,
     ) -> PackedBatch:
         """Responses to prompts with these numbers (rows,) int64; with an environment in conversations."""
         with watchdog.phase("the padding of the prompts", clock="gather"):
-            prompt_ids, prompt_mask = prompts.pad("prompt_ids", on_left=True)
             group_ids = numbers.repeat_interleave(num_samples)
             sample_ids = group_ids * num_samples + torch.arange(num_samples).repeat(len(numbers))
+            inputs = PromptBatch(*prompts.pad("prompt_ids", on_left=True), sample_ids)
         on_turns = partial(self.environments.answer, conversations) if self.environments else None
-        generation = self.roles.actor.generate(
-            prompt_ids,
-            prompt_mask,
-            sample_ids,
-            num_samples=num_samples,
-            on_turns=on_turns,
-            is_greedy=is_greedy,
-        )
+        generation = self.roles.actor.generate(inputs, on_turns=on_turns, is_greedy=is_greedy)
         with watchdog.phase("the unpadding of the responses", clock="gather"):
-            generation = type(generation)(*(x.cpu() for x in generation))
-            replays, mask = self.args.replay_sampling_support, generation.response_mask
+            generation = Generation(*(x.cpu() for x in generation))
+            batch = PackedBatch.build(
+                sample_ids.tolist(), {"prompt_ids": repeat_each(prompts.sequences("prompt_ids"), num_samples)}
+            )
+            mask = generation.response_mask
+            replays = self.args.replay_sampling_support
             columns = {
                 "response_ids": generation.response_ids,
                 "rollout_logprobs": generation.truncated_logprobs if replays else generation.logprobs,
-                "versions": torch.full_like(generation.response_ids, version),
                 "loss_mask": generation.sampled_mask,
             }
-            if self.environments:
-                columns["sampled_mask"] = generation.sampled_mask
-            of_prompts = [ids for ids in prompts.sequences("prompt_ids") for _ in range(num_samples)]
-            batch = PackedBatch.build(sample_ids.tolist(), {"prompt_ids": of_prompts})
             for key, padded in columns.items():
                 batch = batch.with_key(key, padded[mask], lengths=mask.sum(1))
             batch = batch.with_numbers("group_ids", group_ids)
             batch = batch.with_numbers("is_finished", generation.is_finished)
             if self.environments:
+                batch = batch.with_key("sampled_mask", batch.data["loss_mask"], like="response_ids")
                 batch = batch.with_numbers(PREFIX + KIND, scores_of(conversations))
                 batch = batch.with_numbers(NUM_TURNS, torch.tensor([c.num_turns for c in conversations]))
-            row_ids = [name for name in prompts.texts(ROW_IDS) for _ in range(num_samples)]
-            return batch.with_texts(ROW_IDS, row_ids)
+            return batch.with_texts(ROW_IDS, repeat_each(prompts.texts(ROW_IDS), num_samples))
 
     def score(self, batch: PackedBatch, texts: PromptTexts, *, is_trained_on: bool = True) -> PackedBatch:
         """The responses with the outputs of all roles; `texts` are the prompts' texts by number.
@@ -266,6 +261,11 @@ class Rollout:
         if not any(has_score for _, has_score in gathered):
             failure = f"the first failure: {self.scores.first_failure}"
             raise StepRefused(f"no response of the rollout has a score; {failure}", [batch])
+
+
+def repeat_each(items: Iterable[Any], times: int) -> list[Any]:
+    """Each item several times, its copies next to each other."""
+    return [item for item in items for _ in range(times)]
 
 
 def join_scores(

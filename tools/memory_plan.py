@@ -140,47 +140,66 @@ def reserved_gib(run: Run) -> float:
 
 
 def _hold_training_state(run: Run, role: Role, verb: str, moment: Moment) -> None:
-    """Hold gradients, optimizer states and buffers: see the table above."""
-    b, stage, trained, name = run.num_bytes, role.zero.stage, role.model.num_trained, role.name
-    shard = trained / run.num_ranks if stage else trained
-    is_away = role.zero.offload_optimizer is not None
-    is_second = run.num_micro_batches > 1  # what the first pass left is there
-    has_copy = run.args.dtype != "fp32" or stage > 0
-    is_generating = moment.verb == "generate"
-    is_lent = is_generating and run.args.offload_states_for_generation and role.states_can_move
-    o = DTYPES[run.args.optimizer_dtype].itemsize
-    # Muon's share of the weights has one moment.
-    share = role.model.num_in_matrices / trained if run.args.optimizer == "muon" else 0.0
-    moment.hold(name, "optimizer", o * (has_copy + 2 - share) * shard, on_cpu=is_away or is_lent)
-    if role is run.actor and (num_averages := bool(run.args.ema_decay) + bool(run.args.ref_ema_decay)):
-        moment.hold(name, "EMA", num_averages * 4.0 * trained / run.num_ranks, on_cpu=role.params_on_cpu)
-    # Gradients: all of them, and the rank's own part, which under offload lies on the CPU, and there in fp32.
-    whole, part = b * trained, 0.0 if is_away else b * shard
-    if is_away:
-        moment.hold(name, "gradients", (4 + b) * shard, on_cpu=True)
-    if stage == 3 or verb in ("wait", "step"):
-        moment.hold(name, "gradients", part)
-    elif verb == "backward":
-        moment.hold(name, "gradients", is_second * (part if stage == 2 else whole))
+    """Hold optimizer states, averages, gradients and buffers: see the table above."""
+    stage = role.zero.stage
+    num_trained = role.model.num_trained
+    num_stepped = num_trained / run.num_ranks if stage else num_trained  # by this rank
+    state_bytes = DTYPES[run.args.optimizer_dtype].itemsize
+    has_copy = run.args.dtype != "fp32" or stage > 0  # of the weights, in the states' dtype
+    muon_share = role.model.num_in_matrices / num_trained if run.args.optimizer == "muon" else 0.0
+    num_states = (3 if has_copy else 2) - muon_share  # two moments of a weight, one of Muon's
+    is_lent = moment.verb == "generate" and run.args.offload_states_for_generation and role.states_can_move
+    is_away = role.steps_on_cpu or is_lent
+    moment.hold(role.name, "optimizer", state_bytes * num_states * num_stepped, on_cpu=is_away)
+    if role is run.actor:
+        num_averages = bool(run.args.ema_decay) + bool(run.args.ref_ema_decay)
+        average_bytes = 4.0 * num_trained / run.num_ranks
+        moment.hold(role.name, "EMA", num_averages * average_bytes, on_cpu=role.params_on_cpu)
+    _hold_gradients(run, role, verb, moment, num_stepped)
+    _hold_buckets(run, role, verb, moment)
+    if verb == "step":
+        num_at_once = min(num_stepped, role.zero.sub_group_size) if stage == 3 else num_stepped
+        if role.steps_on_cpu or not has_copy:
+            num_at_once = 0
+        flat_bytes = run.num_bytes if state_bytes != run.num_bytes else 0  # gone once it is copied
+        by_adamw = (state_bytes + flat_bytes) * num_at_once * max(muon_share, 1 - muon_share)
+        # What is Muon's is stepped by itself: fp32 parts of a matrix and its powers, a matrix for each rank.
+        work = (32.0 + run.num_bytes * run.num_ranks) * role.model.largest_matrix if muon_share else 0.0
+        by_muon = state_bytes * num_at_once * muon_share + work
+        moment.hold(role.name, "step's buffers", max(by_adamw, by_muon))
+
+
+def _hold_gradients(run: Run, role: Role, verb: str, moment: Moment, num_stepped: float) -> None:
+    """Hold all gradients, or those that the rank steps, which under offload lie on the CPU, in fp32 too."""
+    whole = run.num_bytes * role.model.num_trained
+    own = run.num_bytes * num_stepped
+    if role.steps_on_cpu:
+        moment.hold(role.name, "gradients", own + 4 * num_stepped, on_cpu=True)
+        own = 0.0
+    has_earlier = run.num_micro_batches > 1  # gradients of an earlier micro-batch
+    if role.zero.stage == 3 or verb in ("wait", "step"):
+        moment.hold(role.name, "gradients", own)
+    elif verb == "backward" and has_earlier:
+        moment.hold(role.name, "gradients", own if role.zero.stage == 2 else whole)
+    elif verb == "reduce" and role.zero.stage == 2:
+        moment.hold(role.name, "gradients", 2 * own if has_earlier else own)
     elif verb == "reduce":
-        moment.hold(name, "gradients", part + is_second * part if stage == 2 else whole + bool(stage) * part)
-    bucket = role.zero.reduce_bucket_size
-    bucket = min(bucket, trained) if run.is_cpu else bucket  # pages nobody writes take no memory
+        moment.hold(role.name, "gradients", whole + own if role.zero.stage else whole)
+
+
+def _hold_buckets(run: Run, role: Role, verb: str, moment: Moment) -> None:
+    """Hold the buffers that gradients are reduced and offloaded through."""
+    stage = role.zero.stage
+    filled = min(role.zero.reduce_bucket_size, role.model.num_trained)
+    bucket = filled if run.is_cpu else role.zero.reduce_bucket_size  # unwritten pages take no CPU memory
     if stage == 3 or (stage and verb in ("backward", "reduce")):
         is_double = stage < 3 and role.zero.overlap_comm
-        moment.hold(name, "buckets", b * bucket * (2 if is_double else 1))
+        moment.hold(role.name, "buckets", run.num_bytes * bucket * (2 if is_double else 1))
     if verb == "reduce" and (stage == 0 or run.num_ranks > 1):
-        moment.hold(name, "buckets", b * min(bucket, trained))
-    if is_away and stage < 3:
-        moment.hold(name, "buckets", b * min(role.model.largest_module, trained))
-    if verb == "step":
-        at_once = min(shard, role.zero.sub_group_size) if stage == 3 else shard
-        at_once *= has_copy and not is_away
-        flat = b if o != b else 0  # gone once it is copied
-        # What is Muon's is stepped by itself: fp32 parts of a matrix and its powers, a matrix for each rank.
-        work = (32.0 + b * run.num_ranks) * role.model.largest_matrix if share else 0.0
-        buffers = max((o + flat) * at_once * max(share, 1 - share), o * at_once * share + work)
-        moment.hold(name, "step's buffers", buffers)
+        moment.hold(role.name, "buckets", run.num_bytes * filled)
+    if role.steps_on_cpu and stage < 3:
+        largest = min(role.model.largest_module, role.model.num_trained)
+        moment.hold(role.name, "buckets", run.num_bytes * largest)
 
 
 def _gathered(run: Run, role: Role, verb: str) -> float:

@@ -181,6 +181,11 @@ class Role:
         return self.zero.stage == 3
 
     @property
+    def steps_on_cpu(self) -> bool:
+        """Whether its optimizer states, and its optimizer's step, are on the CPU."""
+        return self.zero.offload_optimizer is not None
+
+    @property
     def params_on_cpu(self) -> bool:
         """Whether its weights wait on the CPU: under ZeRO 3 layer by layer, else between uses."""
         return self.spec.is_offloaded or self.zero.offload_param is not None

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from common.data.packed_batch import pad_rows
 from common.generation.decode import SamplingOptions
-from common.generation.generate import Generator
+from common.generation.generate import Generator, PromptBatch
 from common.generation.hybrid_engine import TransformersGenerator
 from common.generation.inference_module import share_weights
 from common.models.family_probe import difference, logprobs_of, plain_logits, small_model
@@ -64,7 +64,7 @@ def decode_rows(
     device = generator.model.device
     ids, mask = (x.to(device) for x in pad_rows(rows, options.pad_token_id, on_left=True))
     sample_ids = torch.arange(len(rows), device=device)
-    generation = generator.generate(ids, mask, sample_ids, options, num_samples=1, **more)
+    generation = generator.generate(PromptBatch(ids, mask, sample_ids), options, **more)
     columns = generation.response_ids, generation.logprobs
     return tuple(
         [x[is_own] for x, is_own in zip(column, generation.response_mask, strict=True)] for column in columns

@@ -8,7 +8,6 @@ or ranks.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
@@ -32,6 +31,20 @@ PREFILL_TOKENS = 4096  # of prompts that are read together: more would only take
 _PADDING_WORTH_A_PASS = {"cpu": 32, "cuda": 512}
 # Waiting for more free slots makes fewer and larger passes over new prompts; an empty slot costs little.
 _SLOTS_FREE_BEFORE_REFILL = 8
+
+
+class PromptBatch(NamedTuple):
+    """Prompts to respond to, and the samples of each, which are neighbours: B' = B x N."""
+
+    prompt_ids: torch.Tensor  # (B, P) int64, left-padded
+    prompt_mask: torch.Tensor  # (B, P) True for real tokens
+    sample_ids: torch.Tensor  # (B',) int64, they name the random numbers
+    limits: torch.Tensor | None = None  # (B',) int64, the most tokens of a response, from 1 to max_new_tokens
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of each prompt."""
+        return len(self.sample_ids) // len(self.prompt_ids)
 
 
 class Generation(NamedTuple):
@@ -83,33 +96,27 @@ class Generator:
 
     def generate(
         self,
-        prompt_ids: torch.Tensor,
-        prompt_mask: torch.Tensor,
-        sample_ids: torch.Tensor,
+        batch: PromptBatch,
         options: SamplingOptions,
         *,
-        num_samples: int = 1,
-        limits: torch.Tensor | None = None,
         on_tokens: TokenCallback | None = None,
         on_turns: TurnCallback | None = None,
     ) -> Generation:
-        """Return `num_samples` responses for each left-padded prompt (B, P).
+        """The responses of all samples.
 
-        prompt_mask (B, P) True for real tokens; sample_ids (B x num_samples,) int64 name the random numbers;
-        limits (B x num_samples,) int64, from 1 up to max_new_tokens: tokens a response may have at most. A
-        response ends with its stop token; its length is counted, never searched for, so the stop token may be
-        the pad token. `on_tokens` gets every token as soon as it is sampled, and may end a response.
+        A response ends with its stop token; its length is counted, never searched for, so the stop token may
+        be the pad token. `on_tokens` gets every token as soon as it is sampled, and may end a response.
         `on_turns` may let it go on behind what others say, whose tokens are read with those that the other
         slots sample, one a pass; the limit is that of all turns together.
         """
-        device = prompt_ids.device
-        if limits is None:
-            limits = torch.full_like(sample_ids, options.max_new_tokens)
-        lengths = prompt_mask.long().sum(1).tolist()
-        num_slots = min(self.num_slots or DEFAULT_SLOTS, len(sample_ids))
+        if batch.limits is None:
+            batch = batch._replace(limits=torch.full_like(batch.sample_ids, options.max_new_tokens))
+        device = batch.prompt_ids.device
+        lengths = batch.prompt_mask.long().sum(1).tolist()
+        num_slots = min(self.num_slots or DEFAULT_SLOTS, len(batch.sample_ids))
         schedule = SlotSchedule(
             lengths,
-            num_samples=num_samples,
+            num_samples=batch.num_samples,
             num_slots=num_slots,
             max_tokens_per_pass=PREFILL_TOKENS,
             max_padding_per_pass=_PADDING_WORTH_A_PASS[device.type],
@@ -122,10 +129,7 @@ class Generator:
                 state = DecodeState.build(num_slots, options.max_new_tokens, device)
                 self._step = DecodeStep(self.model, SlotCache(num_slots, length), state, self._graphs)
             self._step.begin(options)
-            prompts = (prompt_ids, prompt_mask.bool())
-            callbacks = (self.agree_any, on_tokens, on_turns)
-            loop = _DecodeLoop(self._step, schedule, *prompts, sample_ids, limits, options, *callbacks)
-            tensors = loop.run()
+            tensors = _DecodeLoop(self._step, schedule, batch, self.agree_any, on_tokens, on_turns).run()
         return Generation(*(tensor.clone() for tensor in tensors))  # such tensors can take part in a loss
 
 
@@ -210,28 +214,33 @@ class SlotSchedule:
         return moves
 
 
-@dataclass
 class _DecodeLoop:
     """One call of `generate`, from the first prompt to the last token."""
 
-    step: DecodeStep
-    schedule: SlotSchedule
-    prompt_ids: torch.Tensor
-    prompt_mask: torch.Tensor
-    sample_ids: torch.Tensor
-    limits: torch.Tensor
-    options: SamplingOptions
-    agree_any: Callable[[bool], float] | None
-    on_tokens: TokenCallback | None
-    on_turns: TurnCallback | None
-    lengths: list[int] = field(default_factory=list)  # tokens in the cache, slot by slot
-    first_logits: dict[int, torch.Tensor] = field(default_factory=dict)  # of prompts with waiting samples
-    num_told: dict[int, int] = field(default_factory=dict)  # tokens that `on_tokens` has got, by sample
+    def __init__(
+        self,
+        step: DecodeStep,
+        schedule: SlotSchedule,
+        batch: PromptBatch,
+        agree_any: Callable[[bool], float] | None,
+        on_tokens: TokenCallback | None,
+        on_turns: TurnCallback | None,
+    ) -> None:
+        """The arguments are those of `Generator`; `step` has begun with the sampling options."""
+        self.step = step
+        self.schedule = schedule
+        self.batch = batch
+        self.agree_any = agree_any
+        self.on_tokens = on_tokens
+        self.on_turns = on_turns
+        self.device = batch.prompt_ids.device
+        self.results = DecodeState.build(len(batch.sample_ids), step.state.max_new_tokens, self.device)
+        self.lengths: list[int] = []  # tokens in the cache, slot by slot
+        self.first_logits: dict[int, torch.Tensor] = {}  # of prompts with waiting samples
+        self.num_told: dict[int, int] = {}  # tokens that `on_tokens` has got, by sample
 
     def run(self) -> Generation:
         """Run until no sample waits; return all responses in the order of the samples."""
-        self.device = self.prompt_ids.device
-        self.results = DecodeState.build(len(self.sample_ids), self.step.state.max_new_tokens, self.device)
         agree_any = self.agree_any or bool
         while agree_any(bool(self.schedule.waiting or self.schedule.slots)):
             if self.schedule.should_admit():
@@ -247,7 +256,7 @@ class _DecodeLoop:
                 finished = [slot for slot in finished if slot not in going_on]
             if finished:
                 self._retire(finished)
-        return collect_responses(self.results, self.options)
+        return collect_responses(self.results, self.step.options)
 
     def _admit(self, admission: Admission) -> None:
         """Read the new prompts, share them among their samples, sample every first token."""
@@ -260,7 +269,8 @@ class _DecodeLoop:
         if new:
             widths = [schedule.prompt_lengths[prompt] for prompt in new]
             width, has_padding = max(widths), min(widths) < max(widths)
-            ids, mask = self.prompt_ids[rows, -width:], self.prompt_mask[rows, -width:]
+            ids = self.batch.prompt_ids[rows, -width:]
+            mask = self.batch.prompt_mask[rows, -width:].bool()
             logits = self.step.read_prompts(ids, mask, slots, has_padding)  # (m, V)
             self.first_logits.update(zip(new, logits, strict=True))
         elif self.agree_any:
@@ -268,11 +278,11 @@ class _DecodeLoop:
         if admission.copies:
             self.step.cache.copy_slots(sources, targets, max(lengths))
         state, first = self.step.state, len(self.lengths)
-        limits, sample_ids = self.limits[samples], self.sample_ids[samples]
-        state.enter(first, prompt_lengths, limits, sample_ids, self.options.seed)
+        sample_ids = self.batch.sample_ids[samples]
+        state.enter(first, prompt_lengths, self.batch.limits[samples], sample_ids, self.step.options.seed)
         self.lengths += lengths
         logits = torch.stack([self.first_logits[prompt] for prompt in prompts])
-        state.sample(slice(first, len(self.lengths)), logits, self.options)
+        state.sample(slice(first, len(self.lengths)), logits, self.step.options)
         for prompt in set(prompts):
             if not schedule.has_waiting_sibling(prompt):
                 del self.first_logits[prompt]
@@ -291,7 +301,7 @@ class _DecodeLoop:
 
     def _keep_step(self) -> None:
         """Run a pass that counts nothing: the weights are gathered by all ranks together."""
-        self.step.model(input_ids=self.prompt_ids[:1, -1:], use_cache=False)
+        self.step.model(input_ids=self.batch.prompt_ids[:1, -1:], use_cache=False)
 
     def _look(self) -> list[int]:
         """Return the slots of those that have ended, by the callback's wish too: one wait for the device."""

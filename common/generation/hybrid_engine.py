@@ -21,6 +21,7 @@ from common.generation.generate import (
     DEFAULT_SLOTS,
     Generation,
     Generator,
+    PromptBatch,
     TurnCallback,
     collect_responses,
     take_turns,
@@ -178,39 +179,28 @@ class HybridEngine:
             self._inference.detach()
 
     def generate(
-        self,
-        prompt_ids: torch.Tensor,
-        prompt_mask: torch.Tensor,
-        sample_ids: torch.Tensor,
-        options: SamplingOptions,
-        *,
-        num_samples: int = 1,
-        on_turns: TurnCallback | None = None,
+        self, batch: PromptBatch, options: SamplingOptions, *, on_turns: TurnCallback | None = None
     ) -> Generation:
-        """Return this rank's responses, see `Generator.generate`; to be called in generation mode.
+        """This rank's responses, see `Generator.generate`; to be called in generation mode.
 
         Ranks that share a replica generate for all of them together; `on_turns` is asked about this rank's
-        responses alone. Every rank must call this.
+        responses alone. `limits` are not supported. Every rank must call this.
         """
-        first, num_responses = 0, len(sample_ids)
+        first = 0
+        num_responses = len(batch.sample_ids)
         if self.layout.tp_size > 1:
-            mask = prompt_mask.bool()
-            token_ids, lengths, samples = map(self._gather, (prompt_ids[mask], mask.sum(1), sample_ids))
-            prompt_ids, prompt_mask = pad_sequences(torch.cat(token_ids), torch.cat(lengths), on_left=True)
+            mask = batch.prompt_mask.bool()
+            flat = (batch.prompt_ids[mask], mask.sum(1), batch.sample_ids)
+            token_ids, lengths, samples = map(self._gather, flat)
+            prompts = pad_sequences(torch.cat(token_ids), torch.cat(lengths), on_left=True)
+            batch = PromptBatch(*prompts, torch.cat(samples))
             first = sum(map(len, samples[: self.layout.tp_rank]))
-            sample_ids = torch.cat(samples)
             if on_turns:
                 on_turns = self._shared(on_turns, range(first, first + num_responses))
-        device, num_slots = distributed.device(), self.options.generation_slots or DEFAULT_SLOTS
+        on_device = (tensor.to(distributed.device()) for tensor in batch[:3])
+        num_slots = self.options.generation_slots or DEFAULT_SLOTS
         with named_out_of_memory(f"lower --generation_slots {num_slots}, the sequences that run at a time"):
-            generation = self.generator.generate(
-                prompt_ids.to(device),
-                prompt_mask.to(device),
-                sample_ids.to(device),
-                options,
-                num_samples=num_samples,
-                on_turns=on_turns,
-            )
+            generation = self.generator.generate(PromptBatch(*on_device), options, on_turns=on_turns)
         return Generation(*(tensor[first : first + num_responses] for tensor in generation))
 
     def _shared(self, on_turns: TurnCallback, own: range) -> TurnCallback:
@@ -248,17 +238,12 @@ class TransformersGenerator:
 
     @torch.no_grad()
     def generate(
-        self,
-        prompt_ids: torch.Tensor,
-        prompt_mask: torch.Tensor,
-        sample_ids: torch.Tensor,
-        options: SamplingOptions,
-        *,
-        num_samples: int,
-        on_turns: TurnCallback | None = None,
+        self, batch: PromptBatch, options: SamplingOptions, *, on_turns: TurnCallback | None = None
     ) -> Generation:
-        """Return `num_samples` responses for each left-padded prompt (B, P), see `Generator.generate`."""
-        ids, mask = (x.repeat_interleave(num_samples, dim=0) for x in (prompt_ids, prompt_mask.long()))
+        """The responses of all samples, see `Generator.generate`; `limits` are not supported."""
+        ids = batch.prompt_ids.repeat_interleave(batch.num_samples, dim=0)
+        mask = batch.prompt_mask.long().repeat_interleave(batch.num_samples, dim=0)
+        sample_ids = batch.sample_ids
         state = DecodeState.build(len(sample_ids), options.max_new_tokens, ids.device)
         limits = torch.full_like(sample_ids, options.max_new_tokens)
         state.enter(0, mask.sum(1), limits, sample_ids, options.seed)

@@ -120,9 +120,7 @@ class OutputHead(NamedTuple):
         Every token has the same gradient, so it is made in the forward pass: a quarter less arithmetic than
         making the logits twice.
         """
-        options = self.options
-        if temperature is not None:
-            options = replace(options, temperature=temperature)
+        options = replace(self.options, temperature=temperature or self.options.temperature)
         return -_SummedLogprobs.of(self._replace(options=options), token_ids)
 
     @torch.no_grad()

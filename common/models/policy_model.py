@@ -33,9 +33,8 @@ class ScoringHead(nn.Linear):
         options: LogitOptions | None = None,
     ) -> Any:
         """Logits (..., V), or what `compute` makes of them, with the options of an OutputHead."""
-        if compute is None:
-            return super().forward(hidden)
-        return compute(OutputHead(hidden, self.weight, self.bias, options))
+        head = OutputHead(hidden, self.weight, self.bias, options)
+        return super().forward(hidden) if compute is None else compute(head)
 
 
 class PolicyModel(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.generation.decode import SamplingOptions
-from common.generation.generate import Generator
+from common.generation.generate import Generator, PromptBatch
 from common.generation.inference_module import share_weights
 from common.models.attention import takes_packed
 from common.models.loading import ModelOptions, load_causal_lm
@@ -28,9 +28,8 @@ def model():
 def run(generator, device):
     ids = torch.arange(1, 61, device=device).view(6, 10)
     limits = LIMITS.to(device)
-    return generator.generate(
-        ids, torch.ones_like(ids), torch.arange(6, device=device), GREEDY, limits=limits
-    )
+    batch = PromptBatch(ids, torch.ones_like(ids), torch.arange(6, device=device), limits)
+    return generator.generate(batch, GREEDY)
 
 
 def test_texts_are_those_of_the_cpu_and_graphs_stay(model):

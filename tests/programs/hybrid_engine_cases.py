@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.bench_reshard import SwitchMeter
 from common.data.packed_batch import pad_sequences
 from common.generation.decode import SamplingOptions
-from common.generation.generate import Generation
+from common.generation.generate import Generation, PromptBatch
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
 from common.generation.resharding import group_by_layers
 from common.models.lora import trained_weights
@@ -201,7 +201,7 @@ def check_greedy(hybrid: HybridEngine, reference: Reference) -> None:
         engine.empty_partition_cache()  # an evaluation leaves weights whole when there is room: nothing moves
     before = {name: local_shard(p).detach().clone() for name, p in engine.module.named_parameters()}
     with hybrid.generation_mode():
-        out = hybrid.generate(ids, mask, torch.arange(len(ids)), sampling)
+        out = hybrid.generate(PromptBatch(ids, mask, torch.arange(len(ids))), sampling)
     assert hybrid.gather_by_layer or all(p.is_meta for p in hybrid.inference_module.parameters())
     for name, parameter in engine.module.named_parameters():
         assert local_shard(parameter).equal(before[name]), f"{name} has changed"
@@ -322,7 +322,7 @@ def sample(hybrid: HybridEngine, stop: int, *, permuted: bool = False) -> list[l
     ids, mask = pad_sequences(torch.cat(prompts), lengths, on_left=True)
     sampling = SamplingOptions(NEW_TOKENS, stop, pad_token_id=0, temperature=1.5, top_p=0.9, seed=11)
     with hybrid.generation_mode():
-        out = hybrid.generate(ids, mask, torch.tensor(rows), sampling)
+        out = hybrid.generate(PromptBatch(ids, mask, torch.tensor(rows)), sampling)
     texts: dict[int, list[int]] = {}
     for of_rank in distributed.gather_objects(dict(zip(rows, texts_of(out), strict=True))):
         texts |= of_rank

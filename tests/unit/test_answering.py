@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from common.data.example import Message
 from common.flags.args import Problems
 from common.generation.decode import SamplingOptions
-from common.generation.generate import Generator
+from common.generation.generate import Generator, PromptBatch
 from common.generation.inference_module import share_weights
 from serving import prompt_eval
 from serving.answering import Answerer, AnsweringArguments, Sampling, load_answerer, load_template
@@ -37,9 +37,10 @@ def prompts_read(monkeypatch, tiny_tokenizer) -> list[str]:
     texts: list[str] = []
     generate = Generator.generate
 
-    def spy(self, ids, mask, *args, **more):
-        texts.extend(tiny_tokenizer.decode(row[is_real]) for row, is_real in zip(ids, mask, strict=True))
-        return generate(self, ids, mask, *args, **more)
+    def spy(self, batch, *args, **more):
+        rows = zip(batch.prompt_ids, batch.prompt_mask, strict=True)
+        texts.extend(tiny_tokenizer.decode(row[is_real]) for row, is_real in rows)
+        return generate(self, batch, *args, **more)
 
     monkeypatch.setattr(Generator, "generate", spy)
     return texts
@@ -75,8 +76,8 @@ def test_a_request_is_sampled_as_it_says(tiny_model_folder, monkeypatch):
     monkeypatch.setattr(
         Generator,
         "generate",
-        lambda self, ids, mask, sample_ids, options, *, num_samples, limits, on_tokens: asked.append(
-            (options, sample_ids.tolist(), num_samples, limits.tolist())
+        lambda self, batch, options, *, on_tokens: asked.append(
+            (options, batch.sample_ids.tolist(), batch.num_samples, batch.limits.tolist())
         ),
     )
     ids, sampling = answerer.encode(QUESTIONS[0]), Sampling(7, 0.5, top_k=3, top_p=0.8, num_answers=2)
@@ -164,8 +165,9 @@ def test_a_listener_ends_one_response_and_no_other(tiny_model_folder):
     generator = Generator(share_weights(model), num_slots=2)  # fewer than samples: they come and go
     options = SamplingOptions(max_new_tokens=12, stop_token_id=3, pad_token_id=0, seed=5)
     prompts, ids = torch.tensor([[5, 6, 7, 8], [0, 0, 9, 10], [0, 11, 12, 13]]), torch.arange(3)
-    whole = generator.generate(prompts, prompts > 0, ids, options)
-    cut = generator.generate(prompts, prompts > 0, ids, options, on_tokens=listen)
+    batch = PromptBatch(prompts, prompts > 0, ids)
+    whole = generator.generate(batch, options)
+    cut = generator.generate(batch, options, on_tokens=listen)
     lengths = whole.response_mask.sum(1).tolist()
     assert lengths[1] > 3 and cut.response_mask.sum(1).tolist() == [lengths[0], 3, lengths[2]]
     assert not cut.is_finished[1]

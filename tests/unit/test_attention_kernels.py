@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from common.generation.decode import SamplingOptions
-from common.generation.generate import Generator
+from common.generation.generate import Generator, PromptBatch
 from common.generation.inference_module import share_weights
 from common.generation.kv_cache import SLOT_ATTENTION
 from common.models.attention import FLASH_ATTENTION, VARLEN_ATTENTION, choose_attention, takes_packed
@@ -67,7 +67,7 @@ def generate(model, device):
     options = SamplingOptions(max_new_tokens=9, stop_token_id=-1, pad_token_id=0)
     shared = share_weights(model)
     inputs = [x.to(device) for x in (ids, mask, torch.arange(2))]
-    found = Generator(shared, num_slots=2).generate(*inputs, options)
+    found = Generator(shared, num_slots=2).generate(PromptBatch(*inputs), options)
     rows = [torch.cat([row[m], a]) for row, m, a in zip(ids, mask, found.response_ids.cpu(), strict=True)]
     return rows, found.logprobs.cpu(), shared.config._attn_implementation
 

@@ -16,7 +16,7 @@ from tiny_configs import CONFIGS, NOISY, tiny_config
 from transformers import AutoModelForCausalLM
 
 from common.generation.decode import DecodeGraphs, DecodeStep, SamplingOptions
-from common.generation.generate import Generator, _DecodeLoop
+from common.generation.generate import Generator, PromptBatch, _DecodeLoop
 from common.generation.inference_module import cut_module, share_weights
 from common.generation.tp_plans import build_cuts
 from common.programs import running, startup
@@ -68,7 +68,7 @@ def make_generator(family="llama", **more):
 
 
 def texts(generator, sampling=SAMPLING, num=4):
-    found = generator.generate(*prompts(distributed.device(), num), sampling)
+    found = generator.generate(PromptBatch(*prompts(distributed.device(), num)), sampling)
     return [ids[mask].tolist() for ids, mask in zip(found.response_ids, found.response_mask, strict=True)]
 
 
@@ -90,9 +90,9 @@ def test_a_turn_that_goes_on_runs_by_the_same_graphs():
 
     def texts_of_turns():
         generator, told = make_generator(), []
-        inputs = prompts(distributed.device())
+        inputs = PromptBatch(*prompts(distributed.device()))
         found = generator.generate(
-            *inputs, sampling, on_turns=lambda ended: told.append(ended) or [[9, 3]] * len(ended)
+            inputs, sampling, on_turns=lambda ended: told.append(ended) or [[9, 3]] * len(ended)
         )
         assert told and (found.response_mask & ~found.sampled_mask).any()
         return [ids[mask].tolist() for ids, mask in zip(found.response_ids, found.response_mask, strict=True)]
@@ -236,7 +236,7 @@ def test_the_host_waits_once_a_look(family, on_tokens, monkeypatch):
         texts(generator, num=8)  # captures
         for name in seen:
             watch(name)
-        generator.generate(*prompts("cuda", 8), SAMPLING, on_tokens=on_tokens)
+        generator.generate(PromptBatch(*prompts("cuda", 8)), SAMPLING, on_tokens=on_tokens)
     waits = {name: {num for num, _ in rows} for name, rows in seen.items()}
     assert waits["_look"] == {1} and waits["_decode"] == waits["_retire"] == {0}
     assert 0 in waits["_admit"] and max(waits["_admit"]) <= 2, (
@@ -258,7 +258,7 @@ def count_prefills(device, monkeypatch):
     generator.num_slots = 128
     one_token = dataclasses.replace(SAMPLING, max_new_tokens=1)
     inputs = [x.to(device) for x in (mask.long(), mask, torch.arange(128))]
-    generator.generate(*inputs, one_token)
+    generator.generate(PromptBatch(*inputs), one_token)
     return len(widths)
 
 

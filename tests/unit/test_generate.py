@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM, Llama4TextConfig
 
 from common.data.packed_batch import pad_sequences
 from common.generation.decode import DecodeGraphs, DecodeStep, SamplingOptions
-from common.generation.generate import Generator, SlotSchedule
+from common.generation.generate import Generator, PromptBatch, SlotSchedule
 from common.generation.inference_module import share_weights
 from common.models.sampling import counter_uniform, sample_tokens
 
 
-def generate(model, *inputs, **more):
-    return Generator(model).generate(*inputs, **more)
+def generate(model, ids, mask, sample_ids, chosen, limits=None):
+    return Generator(model).generate(PromptBatch(ids, mask, sample_ids, limits), chosen)
 
 
 LENGTHS = (3, 7, 5, 12)
@@ -108,7 +108,8 @@ def test_slots_change_no_text(family, num_slots, tiny_model_folder):
     chosen = options(seed=3, top_k=40, top_p=0.9, temperature=1.2)
     limits = torch.tensor([2, 12, 5, 9])
     expected = generate(model, ids, mask, torch.arange(4), chosen, limits=limits)
-    found = Generator(model, num_slots=num_slots).generate(ids, mask, torch.arange(4), chosen, limits=limits)
+    batch = PromptBatch(ids, mask, torch.arange(4), limits)
+    found = Generator(model, num_slots=num_slots).generate(batch, chosen)
     assert found.response_ids.equal(expected.response_ids)
     assert found.response_mask.equal(expected.response_mask) and found.is_finished.equal(expected.is_finished)
     assert (found.response_mask.sum(1) <= limits).all()
@@ -124,7 +125,7 @@ def test_in_bf16_other_slots_round_otherwise_and_the_same_ones_do_not(family, ti
     model, ids, mask, sample_ids = model.bfloat16(), ids.repeat(8, 1), mask.repeat(8, 1), torch.arange(32)
     chosen = options(seed=3, stop_token_id=-1, max_new_tokens=24)
     four, again, sixteen = (
-        Generator(model, num_slots=n).generate(ids, mask, sample_ids, chosen) for n in (4, 4, 16)
+        Generator(model, num_slots=n).generate(PromptBatch(ids, mask, sample_ids), chosen) for n in (4, 4, 16)
     )
     assert again.response_ids.equal(four.response_ids) and again.logprobs.equal(four.logprobs)
     is_alike = (four.response_ids == sixteen.response_ids).long().cumprod(dim=1).bool()
@@ -147,7 +148,7 @@ def test_samples_of_a_prompt_share_its_prefill(num_slots, tiny_model_folder, mon
         lambda step, ids, *more: num_read.append(len(ids)) or read(step, ids, *more),
     )
     together = Generator(model, num_slots=num_slots).generate(
-        ids, mask, sample_ids, options(seed=9), num_samples=each
+        PromptBatch(ids, mask, sample_ids), options(seed=9)
     )
     assert together.response_ids.equal(apart.response_ids)
     torch.testing.assert_close(together.logprobs, apart.logprobs, atol=1e-5, rtol=0)
@@ -200,11 +201,12 @@ _LLAMA4 |= {
 def test_layers_that_count_tokens_of_their_own_are_refused_beyond_a_limit(config, words):
     config.window_size = 8
     generator = Generator(share_weights(AutoModelForCausalLM.from_config(config).eval()))
-    inputs = torch.randint(3, 64, (1, 4)), torch.ones(1, 4).bool(), torch.zeros(1, dtype=torch.int64)
-    found = generator.generate(*inputs, options(max_new_tokens=4, stop_token_id=-1))
+    ids = torch.randint(3, 64, (1, 4))
+    inputs = PromptBatch(ids, torch.ones(1, 4).bool(), torch.zeros(1, dtype=torch.int64))
+    found = generator.generate(inputs, options(max_new_tokens=4, stop_token_id=-1))
     assert found.response_ids.shape == (1, 4)
     with pytest.raises(ValueError, match=f"{words} .* may have 9.* leave out"):
-        generator.generate(*inputs, options(max_new_tokens=5))
+        generator.generate(inputs, options(max_new_tokens=5))
 
 
 # ---- schedule of slots ------------------------------------------------------------------------------------
@@ -260,14 +262,16 @@ class PlainPasses(DecodeGraphs):
 @pytest.mark.parametrize(("family", "num_slots"), [("llama", 3), ("bloom", 4), ("mistral_window", 3)])
 def test_rounded_shapes_and_late_looks_change_no_text(family, num_slots, tiny_model_folder):
     model, ids, mask = load_prompted(tiny_model_folder(family))
-    free = Generator(model).generate(ids, mask, torch.arange(4), options(seed=5, stop_token_id=-1))
+    free = Generator(model).generate(
+        PromptBatch(ids, mask, torch.arange(4)), options(seed=5, stop_token_id=-1)
+    )
     stop = int(free.response_ids[2, 3])  # ends some row early, between two looks
     chosen = options(seed=5, stop_token_id=stop)
     generator = Generator(model, num_slots=num_slots, max_length=300)
-    expected = generator.generate(ids, mask, torch.arange(4), chosen)
+    expected = generator.generate(PromptBatch(ids, mask, torch.arange(4)), chosen)
     step = generator._step
     step._graphs, step.passes_per_look = PlainPasses(model), 4
-    found = generator.generate(ids, mask, torch.arange(4), chosen)
+    found = generator.generate(PromptBatch(ids, mask, torch.arange(4)), chosen)
     assert generator._step is step
     assert {(num_slots, 128)} <= step._graphs.graphs.keys() <= {(n, 128) for n in (1, 2, num_slots)}
     assert found.response_mask.equal(expected.response_mask)

@@ -11,6 +11,7 @@ from pretended_gpu import pretended_gpu
 
 from common.generation import hybrid_engine
 from common.generation.decode import SamplingOptions
+from common.generation.generate import PromptBatch
 from common.generation.hybrid_engine import HybridEngine, HybridOptions, named_out_of_memory
 from common.generation.tp_plans import NoPlan
 from common.ranks.zero3 import local_shard
@@ -32,7 +33,7 @@ def train_once(hybrid: HybridEngine) -> None:
 def generate(hybrid: HybridEngine):
     with hybrid.generation_mode():
         mask = torch.ones_like(IDS)
-        return hybrid.generate(IDS, mask, torch.arange(2), SAMPLING)
+        return hybrid.generate(PromptBatch(IDS, mask, torch.arange(2)), SAMPLING)
 
 
 def holds_no_weight(hybrid: HybridEngine) -> bool:

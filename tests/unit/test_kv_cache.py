@@ -12,7 +12,7 @@ from test_generate import load, load_prompted, options
 from transformers import FalconConfig, LlamaConfig
 
 from common.generation import inference_module, kv_cache
-from common.generation.generate import Generator
+from common.generation.generate import Generator, PromptBatch
 from common.generation.kv_cache import SlotCache, kv_bytes_per_token
 
 CALLS = []
@@ -74,11 +74,13 @@ def stand_in_kernel(monkeypatch):
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gpt_neox", "mistral_window", "phi"])
 def test_texts_are_those_of_torchs_attention(family, tiny_model_folder, stand_in_kernel, monkeypatch):
     model, ids, mask = load_prompted(tiny_model_folder(family))
-    expected = Generator(model, num_slots=3).generate(ids, mask, torch.arange(4), options(seed=8))
+    expected = Generator(model, num_slots=3).generate(
+        PromptBatch(ids, mask, torch.arange(4)), options(seed=8)
+    )
     assert not CALLS
     monkeypatch.setattr(inference_module, "choose_attention", lambda _: kv_cache.SLOT_ATTENTION)
     shared = inference_module.share_weights(model)
-    found = Generator(shared, num_slots=3).generate(ids, mask, torch.arange(4), options(seed=8))
+    found = Generator(shared, num_slots=3).generate(PromptBatch(ids, mask, torch.arange(4)), options(seed=8))
     assert found.response_ids.equal(expected.response_ids)
     torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
     assert set(CALLS) == {(5, 0) if family == "mistral_window" else (-1, -1)}

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from common.data.packed_batch import collate_pairs, collate_sft
 from common.generation.decode import SamplingOptions
-from common.generation.generate import Generator
+from common.generation.generate import Generator, PromptBatch
 from common.generation.inference_module import share_weights
 from common.models.policy_model import PolicyModel, compute_nll_sum
 from common.models.value_model import ScoreHead, ValueModel
@@ -316,7 +316,7 @@ def test_graphs_give_the_texts_of_the_cpu(family, options):
         inputs = [x.to(device) for x in (ids, mask, torch.arange(8))]
         generator = Generator(share_weights(model), num_slots=3)
         for _ in range(2):
-            found = generator.generate(*inputs, sampling, num_samples=2)
+            found = generator.generate(PromptBatch(*inputs), sampling)
         return found.response_ids.cpu(), generator
 
     expected, _ = run(model, "cpu")

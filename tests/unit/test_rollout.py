@@ -19,7 +19,7 @@ from common.data.packed_batch import ROW_IDS, PackedBatch, collate_prompts
 from common.engine.ds_config import build_config, build_engine
 from common.engine.engine_step import LossTerm, compute_gradients, take_steps
 from common.generation.decode import SamplingOptions
-from common.generation.generate import Generation
+from common.generation.generate import Generation, PromptBatch
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.lora import LoraOptions, add_lora, trained_weights
 from common.models.offloaded_weights import OffloadedWeights
@@ -49,9 +49,9 @@ class FakeActor:
         self.num_switches += 1
         yield
 
-    def generate(self, prompt_ids, prompt_mask, sample_ids, *, num_samples, on_turns=None, is_greedy=False):
-        assert len(sample_ids) == num_samples * len(prompt_ids)
-        lengths = torch.arange(num_samples).repeat(len(prompt_ids)) + 1 + 2 * is_greedy
+    def generate(self, inputs, *, on_turns=None, is_greedy=False):
+        num_samples, sample_ids = inputs.num_samples, inputs.sample_ids
+        lengths = torch.arange(num_samples).repeat(len(inputs.prompt_ids)) + 1 + 2 * is_greedy
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
         ids = torch.where(mask, sample_ids[:, None] + 1, 0)
         logprobs = torch.where(mask, -0.5, 0.0)
@@ -159,7 +159,7 @@ def test_a_greedy_answer_takes_the_likeliest_tokens(is_greedy):
     """And is else made as the flags say; the others are sampled."""
     asked, mask = [], torch.ones(1, 3, dtype=torch.bool)
 
-    def generate(ids, mask, sample_ids, options, **how):
+    def generate(batch, options, **how):
         asked.append(options)
         return SimpleNamespace(response_mask=mask)
 
@@ -167,9 +167,8 @@ def test_a_greedy_answer_takes_the_likeliest_tokens(is_greedy):
     engine = SimpleNamespace(module=SimpleNamespace(flops=flops))
     hybrid = SimpleNamespace(engine=engine, generation_mode=None, generate=generate)
     sampling = SamplingOptions(max_new_tokens=4, stop_token_id=0, pad_token_id=0, top_k=7, temperature=0.5)
-    Actor(hybrid, sampling, is_packed=False).generate(
-        mask.long(), mask, torch.arange(2), num_samples=2, is_greedy=is_greedy
-    )
+    batch = PromptBatch(mask.long(), mask, torch.arange(2))
+    Actor(hybrid, sampling, is_packed=False).generate(batch, is_greedy=is_greedy)
     assert asked == [replace(sampling, top_k=1) if is_greedy else sampling]
 
 

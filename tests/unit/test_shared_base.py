@@ -324,4 +324,4 @@ def test_a_frozen_role_has_the_flags_of_its_model_and_nothing_that_only_training
     assert [spec.is_trained for spec in specs] == [True, False, True, False]
     flags = [(s.flags.lora_dim, s.flags.gradient_checkpointing, s.flags.offload) for s in specs[2:]]
     assert flags == [(2, True, "all"), (0, False, "none")]
-    assert all(spec.is_sharded for spec in specs[2:]) and not specs[1].uses_actor
+    assert all(spec.flags.zero_stage == 3 for spec in specs[2:]) and not specs[1].uses_actor

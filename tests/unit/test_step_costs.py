@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from common.generation.decode import SamplingOptions
-from common.generation.generate import Generator
+from common.generation.generate import Generator, PromptBatch
 from common.models import model_flops
 from common.models.attention import VARLEN_ATTENTION, install, narrow_last_layer
 from common.models.lora import LoraOptions, add_lora
@@ -178,9 +178,8 @@ def test_flops_of_a_generation_are_those_that_torch_counts(costs):
     options = SamplingOptions(max_new_tokens=30, stop_token_id=-1, pad_token_id=0, num_valid_tokens=64)
     generator = Generator(model.causal_lm.eval(), num_slots=2)
     with FlopCounterMode(display=False) as counter:
-        generator.generate(
-            prompt_ids, torch.ones(1, 20, dtype=torch.bool), torch.arange(2), options, num_samples=2
-        )
+        mask = torch.ones(1, 20, dtype=torch.bool)
+        generator.generate(PromptBatch(prompt_ids, mask, torch.arange(2)), options)
     found = model.flops.of_generation(torch.tensor([20]), torch.tensor([30, 30]), 2)
     assert found == pytest.approx(counter.get_total_flops(), rel=0.05)
 

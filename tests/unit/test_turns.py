@@ -6,7 +6,7 @@ from hybrid_engines import build
 from plain_logits import compute_logits, plain_logprobs
 from test_generate import LENGTHS, PlainPasses, check_logprobs, load_prompted, options
 
-from common.generation.generate import Generator
+from common.generation.generate import Generator, PromptBatch
 from common.models.sampling import counter_uniform, sample_tokens
 
 ROOM, TURNS = 24, 4
@@ -21,7 +21,12 @@ def turn_options(stop: int = 3, **changes):
 def greedy_options(model, *prompts):
     """With the stop token that most greedy texts meet."""
     chosen = turn_options(-1, do_sample=False)
-    rows = Generator(model).generate(*prompts, torch.arange(4), chosen).response_ids[:, : ROOM // 2].tolist()
+    rows = (
+        Generator(model)
+        .generate(PromptBatch(*prompts, torch.arange(4)), chosen)
+        .response_ids[:, : ROOM // 2]
+        .tolist()
+    )
     stop = max(range(VOCABULARY), key=lambda token: sum(token in row for row in rows))
     return turn_options(stop, do_sample=False, pad_token_id=stop)
 
@@ -68,10 +73,12 @@ def test_kept_keys_and_values_give_the_texts_of_a_prefix_that_is_computed_anew(f
     assert not all(all(sampled) for _, sampled, _ in expected), "some must go on"
     for num_slots, is_rounded in [(1, False), (3, True), (64, False)]:
         generator = Generator(model, num_slots=num_slots)
-        generator.generate(ids, mask, torch.arange(4), chosen)  # what is left of it must not matter
+        generator.generate(
+            PromptBatch(ids, mask, torch.arange(4)), chosen
+        )  # what is left of it must not matter
         if is_rounded:  # late looks: an ended sequence goes through further passes before it goes on
             generator._step._graphs, generator._step.passes_per_look = PlainPasses(model), 4
-        out = generator.generate(ids, mask, torch.arange(4), chosen, on_turns=Partner(stop))
+        out = generator.generate(PromptBatch(ids, mask, torch.arange(4)), chosen, on_turns=Partner(stop))
         for row, (text, sampled, is_finished) in enumerate(expected):
             of_text = out.response_mask[row]
             assert out.response_ids[row][of_text].tolist() == text
@@ -99,7 +106,7 @@ def test_texts_depend_on_sample_and_position_alone(tiny_model_folder):
     model, ids, mask = load_prompted(tiny_model_folder("llama"))
     chosen = turn_options(seed=3, top_k=5, temperature=0.8)
     samples = torch.tensor([5, 2, 9, 0])
-    expected = Generator(model).generate(ids, mask, samples, chosen, on_turns=Partner())
+    expected = Generator(model).generate(PromptBatch(ids, mask, samples), chosen, on_turns=Partner())
     assert (expected.response_mask & ~expected.sampled_mask).any(1).sum() > 1, "several must go on"
     logits = check_turn_logprobs(model, ids, mask, expected, temperature=0.8)
     for position in range(expected.response_ids.shape[1]):
@@ -108,7 +115,9 @@ def test_texts_depend_on_sample_and_position_alone(tiny_model_folder):
         is_sampled = expected.sampled_mask[:, position]
         assert expected.response_ids[is_sampled, position].equal(wanted[is_sampled])
     for num_slots in (1, 2):
-        found = Generator(model, num_slots=num_slots).generate(ids, mask, samples, chosen, on_turns=Partner())
+        found = Generator(model, num_slots=num_slots).generate(
+            PromptBatch(ids, mask, samples), chosen, on_turns=Partner()
+        )
         for field in ("response_ids", "response_mask", "sampled_mask", "is_finished"):
             assert getattr(found, field).equal(getattr(expected, field)), field
     gain = expected.truncated_logprobs - expected.logprobs
@@ -119,7 +128,7 @@ def test_a_partner_hears_each_turn_once_and_whole(tiny_model_folder):
     model, ids, mask = load_prompted(tiny_model_folder("llama"))
     chosen = greedy_options(model, ids, mask)
     partner = Partner(chosen.stop_token_id)
-    out = Generator(model).generate(ids, mask, torch.arange(4), chosen, on_turns=partner)
+    out = Generator(model).generate(PromptBatch(ids, mask, torch.arange(4)), chosen, on_turns=partner)
     for sample, turns in partner.heard.items():
         text = out.response_ids[sample][out.response_mask[sample]].tolist()
         ends = [len(turn) for turn in turns]
@@ -127,7 +136,7 @@ def test_a_partner_hears_each_turn_once_and_whole(tiny_model_folder):
         sampled = out.sampled_mask[sample].tolist()
         stops = [i + 1 for i, t in enumerate(text) if t == chosen.stop_token_id and sampled[i]]
         assert stops == ends, "each stop token that was sampled ended a turn, and those that were said none"
-    inputs = (ids, mask, torch.arange(4), chosen)
+    inputs = (PromptBatch(ids, mask, torch.arange(4)), chosen)
     silent = Generator(model).generate(*inputs, on_turns=lambda ended: [None] * len(ended))
     plain = Generator(model).generate(*inputs)
     assert all(a.equal(b) for a, b in zip(silent, plain, strict=True)), "nobody speaks: as without a partner"
@@ -149,10 +158,12 @@ def test_every_way_of_generating_takes_turns(options_of_engine, tiny_model_folde
     model, ids, mask = load_prompted(folder)
     chosen = greedy_options(model, ids, mask)
     stop = chosen.stop_token_id
-    expected = Generator(model).generate(ids, mask, torch.arange(4), chosen, on_turns=Partner(stop))
+    expected = Generator(model).generate(
+        PromptBatch(ids, mask, torch.arange(4)), chosen, on_turns=Partner(stop)
+    )
     hybrid = build(folder, 3, **options_of_engine)
     with hybrid.generation_mode():
-        found = hybrid.generate(ids, mask, torch.arange(4), chosen, on_turns=Partner(stop))
+        found = hybrid.generate(PromptBatch(ids, mask, torch.arange(4)), chosen, on_turns=Partner(stop))
     for field in ("response_ids", "response_mask", "sampled_mask", "is_finished"):
         assert getattr(found, field).equal(getattr(expected, field)), field
     torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
