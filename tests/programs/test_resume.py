@@ -196,7 +196,7 @@ VARIANTS += [("reward, two ranks, ZeRO 3", "term"), ("dpo", "kill"), ("kto", "ki
 @pytest.mark.parametrize(("variant", "do"), VARIANTS)
 def test_single_model_variants(forks, flags, finished, tmp_path, variant, do):
     """Killed or asked to stop in the middle of an optimizer step."""
-    hook = {"at": "common.engine.engine_step:_compute_norms", "call": 4, "do": do}
+    hook = {"at": "common.engine.engine_step:gradient_norms", "call": 4, "do": do}
     stop_and_resume(forks, flags[variant], tmp_path / "output", hook)
     assert_same_run(tmp_path / "output", finished(variant))
 
@@ -209,7 +209,7 @@ def test_on_a_pretended_gpu(forks, flags, tmp_path, variant):
     step, ranks, values = flags[variant]
     done = OnGpu(forks).run(step, values | {"output_dir": tmp_path / "whole"}, ranks=ranks)
     assert done.codes == [0] * ranks, done.text()
-    hook = {"at": "common.engine.engine_step:_compute_norms", "call": 4, "do": "term"}
+    hook = {"at": "common.engine.engine_step:gradient_norms", "call": 4, "do": "term"}
     stop_and_resume(OnGpu(forks), flags[variant], tmp_path / "output", hook)
     assert_same_run(tmp_path / "output", tmp_path / "whole")
 
