@@ -103,7 +103,7 @@ class EpochOrder:
         self.seed = seed
         self.groups = groups or Groups()
         self.longest = longest
-        self.epoch_rows = int(self.groups.counts.sum()) if self.groups else num_rows
+        self.epoch_rows = int(self.groups.counts.sum()) or num_rows
         self._epoch = -1
         self._rows = np.array([])  # of that epoch
         if self.epoch_rows < self.global_rows:

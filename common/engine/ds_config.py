@@ -58,7 +58,7 @@ def effective_zero_stage(zero_stage: int, dtype: str) -> int:
     Under stage 0 bf16 would keep no fp32 master weights, and fp16 would use another optimizer of DeepSpeed
     without a benefit.
     """
-    return max(zero_stage, 1) if dtype in ("bf16", "fp16") else zero_stage
+    return max(zero_stage, int(dtype in ("bf16", "fp16")))
 
 
 def _zero_section(stage: int, offload: str, is_trained: bool) -> dict[str, Any]:
