@@ -47,8 +47,8 @@ from common.data.token_cache import DataReport
 from common.runs.run import Run
 from step3_ppo.algorithms import fill_defaults, find_algorithm
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.build_trainer import build_trainer
 from step3_ppo.checks import PPOStart
-from step3_ppo.main import build_trainer
 from step3_ppo.policy_losses import build_policy_loss
 from step3_ppo.rewards.reward_specs import RewardSpec
 

@@ -379,19 +379,19 @@ def find_specs(args: Any, problems: Problems) -> list[RoleSpec]:
     its own.
     """
     if args.stage < 3:
-        is_value_model = args.stage == 2 and args.kind == "reward"
-        name = "reward" if is_value_model else "policy"
-        kind = {"is_trained": True, "is_value_model": is_value_model}
-        return [RoleSpec(name, "--model_name_or_path", args, args.load_in_4bit, **kind)]
+        spec = RoleSpec("policy", "--model_name_or_path", args, args.load_in_4bit, is_trained=True)
+        is_ranker = args.stage == 2 and args.kind == "reward"
+        return [replace(spec, name="reward", is_value_model=True) if is_ranker else spec]
     import_plugins(args.plugins, problems)
     critic = args.critic_model_name_or_path
     rewards: list[RewardSpec] = []
     has_critic = False
     with problems.catch():
         has_critic = find_algorithm(args.algorithm).needs_critic
-        cure = "give it, or an --algorithm without a critic, such as grpo"
         problems.add_if(
-            has_critic and not critic, f"--critic_model_name_or_path is needed for --stage 3: {cure}"
+            has_critic and not critic,
+            "--critic_model_name_or_path is needed for --stage 3: give it, or an --algorithm without a "
+            "critic, such as grpo",
         )
     with problems.catch():
         rewards = parse_rewards(args.reward, has_teacher=bool(args.teacher_model_name_or_path))

@@ -1,1 +1,1 @@
-"""Text from a model: slots of keys and values, sampling, and the loop of prefill and decode."""
+"""Generation: key/value slots, sampling, and the loop of prefill and decode."""

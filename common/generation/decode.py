@@ -1,6 +1,6 @@
 """A decoding step for all running sequences: their state, sampling, and the forward pass.
 
-On a GPU a pass is a captured CUDA graph: one of a small model is bound by launching its kernels one by one.
+On a GPU a pass is a captured CUDA graph: a small model is limited by launching its kernels one by one.
 
 # S slots, R response tokens at most, n rows of a pass, L positions that attention reads, V vocabulary
 """
@@ -27,7 +27,7 @@ _SAMPLINGS_KEPT = 4  # sampling options whose graphs are kept: a program may ask
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How tokens are sampled. `num_valid_tokens` masks vocabulary padding; `stop_token_id` ends a text."""
+    """Sampling options. `num_valid_tokens` masks vocabulary padding; `stop_token_id` ends a response."""
 
     max_new_tokens: int
     stop_token_id: int
@@ -42,7 +42,7 @@ class SamplingOptions:
 
 @dataclass
 class DecodeState:
-    """One entry for each slot; the tensors stay at their addresses as long as the state lives."""
+    """State of every slot; the tensors keep their addresses."""
 
     last_ids: torch.Tensor  # (S,) int64, sampled but not in the cache yet
     lengths: torch.Tensor  # (S,) int64, tokens in the cache: where the next one goes
@@ -58,7 +58,7 @@ class DecodeState:
 
     @classmethod
     def build(cls, num_slots: int, max_new_tokens: int, device: torch.device) -> "DecodeState":
-        """Return a state without sequences."""
+        """A state without sequences."""
         columns = max_new_tokens + 1
         integers = [torch.zeros(num_slots, dtype=torch.int64, device=device) for _ in range(4)]
         flags = [torch.zeros(num_slots, dtype=torch.bool, device=device) for _ in range(2)]
@@ -69,11 +69,11 @@ class DecodeState:
 
     @property
     def max_new_tokens(self) -> int:
-        """Response tokens that there is room for."""
+        """Response tokens that it has room for."""
         return self.uniforms.shape[1] - 1
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all of it, to be moved row by row."""
+        """All tensors of the state, each with one row per slot."""
         return list(vars(self).values())
 
     def enter(
@@ -95,15 +95,15 @@ class DecodeState:
         self.uniforms[slots] = uniforms.view(-1, columns)
 
     def go_on(self, slot: int, count: int, said: Sequence[int]) -> None:
-        """Let a sequence that has stopped, after `count` tokens, go on behind what others say: `said`."""
+        """Continue a sequence that stopped after `count` tokens, with the tokens `said` by others."""
         self.given_ids[slot, count : count + len(said)] = torch.as_tensor(said, dtype=torch.int64)
         # Its stop token is not in the cache yet, and passes since then have put other tokens here.
         self.last_ids[slot] = self.response_ids[slot, count - 1]
         self.is_live[slot], self.is_stopped[slot] = True, False
 
     def sample(self, slots: slice, logits: torch.Tensor, options: SamplingOptions) -> None:
-        """Sample the next token of the sequences in `slots` from logits (n, V), or take a given one, whose
-        log-probability is 0; a sequence that ended stays as it is.
+        """Sample the next token of the sequences in `slots` from logits (n, V), or take a given one, with
+        log-probability 0; sequences that ended do not change.
         """
         row = {name: tensor[slots] for name, tensor in vars(self).items()}
         columns = row["num_sampled"].unsqueeze(1)
@@ -133,10 +133,10 @@ class DecodeState:
 
 
 class DecodeGraphs:
-    """Captured passes by (rows, positions, sampling), kept as long as the weights stay at their addresses.
+    """Captured passes by (rows, positions, sampling), kept while the weights keep their addresses.
 
-    `group` are the ranks that compute together, None: this one alone. They forget their graphs together: a
-    rank that captures runs a pass which those that replay do not.
+    `group` are the ranks that compute together, None for a single rank. They drop their graphs together: a
+    rank that captures runs a pass that ranks with a graph would not run.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -149,7 +149,7 @@ class DecodeGraphs:
         distributed.RELEASED_AT_STOP.add(self)
 
     def begin(self, options: SamplingOptions) -> None:
-        """Prepare for a generation; forget the graphs if a weight has moved, or of too many options."""
+        """Prepare for a generation; drop the graphs if a weight has moved, or there are too many options."""
         addresses = [parameter.data_ptr() for parameter in self.model.parameters()]
         has_moved, self._addresses = addresses != self._addresses, addresses
         if self.group is not None:
@@ -160,7 +160,7 @@ class DecodeGraphs:
             self.release()
 
     def release(self) -> None:
-        """Destroy the graphs, whoever still refers to them."""
+        """Destroy the graphs, even if something still refers to them."""
         for graph in self.graphs.values():
             graph.reset()
         self.graphs.clear()
@@ -169,7 +169,7 @@ class DecodeGraphs:
     def run(
         self, rows: int, upto: int, run_pass: Callable[[int, int], None], state: list[torch.Tensor]
     ) -> None:
-        """Run `run_pass(rows, upto)`, by its graph where it can have one; `state` is what a pass changes."""
+        """Run `run_pass(rows, upto)`, with a graph if possible; `state` is what a pass changes."""
         key = (rows, upto, self._options)
         if self.is_capturable and key not in self.graphs:
             self._capture(key, lambda: run_pass(rows, upto), state)
@@ -181,7 +181,9 @@ class DecodeGraphs:
     def _capture(
         self, key: tuple[int, int, SamplingOptions], run_pass: Callable[[], None], state: list[torch.Tensor]
     ) -> None:
-        """Capture a pass, or find that it cannot be: it waits for the device, or copies to it."""
+        """Capture a pass; return None if it cannot be captured because it waits for the device, or copies to
+        it.
+        """
         before = [tensor.clone() for tensor in state]
         # One for all, and of this model alone: cuBLAS keeps a work area for each stream, and a graph that is
         # destroyed takes that of its stream along.
@@ -212,7 +214,7 @@ class DecodeGraphs:
 
 
 class DecodeStep:
-    """The model, its cache and its state; `run` adds a token to the first n slots, on a GPU by `graphs`."""
+    """The model, its cache and its state; `run` adds a token to the first n slots, on a GPU with `graphs`."""
 
     def __init__(
         self, model: nn.Module, cache: SlotCache, state: DecodeState, graphs: DecodeGraphs | None = None
@@ -235,7 +237,7 @@ class DecodeStep:
         self._graphs = graphs if device.type == "cuda" else None
 
     def begin(self, options: SamplingOptions) -> None:
-        """Prepare for a generation; the weights may have moved since the last."""
+        """Prepare for a generation; the weights may have moved since the last one."""
         self.options = options
         if self._graphs:
             self._graphs.begin(options)
@@ -243,9 +245,9 @@ class DecodeStep:
     def read_prompts(
         self, ids: torch.Tensor, mask: torch.Tensor, slots: torch.Tensor, has_padding: bool
     ) -> torch.Tensor:
-        """Return logits (m, V) behind prompts (m, T), left-padded, whose keys and values go into `slots`.
+        """Logits (m, V) after prompts (m, T), left-padded, whose keys and values are stored in `slots`.
 
-        mask (m, T) bool, True for real tokens; not `has_padding`: all are, which a GPU is not asked.
+        mask (m, T) bool, True for real tokens. Without `has_padding` all are real, which avoids asking a GPU.
         """
         self.cache.begin_prefill(slots, mask if has_padding else None)
         inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": self.cache, "use_cache": True}
@@ -294,7 +296,7 @@ class DecodeStep:
         state.sample(slots, logits, self.options)
 
     def _build_mask(self, positions: torch.Tensor, upto: int) -> Any:
-        """Return which of the first `upto` positions each row attends to, in the model's form."""
+        """Mask of the first `upto` positions that each row attends to, in the model's form."""
         keys = self._positions[:upto]
         is_visible = keys <= positions.unsqueeze(1)  # (n, L)
         if self._has_alibi:
@@ -308,15 +310,14 @@ class DecodeStep:
         return dict.fromkeys(WINDOWED, near) | {"full_attention": mask} if self._is_mixed else near
 
     def _additive(self, is_visible: torch.Tensor) -> torch.Tensor:
-        """Return (n, 1, 1, L): 0 where visible, else the smallest number."""
+        """Additive mask (n, 1, 1, L): 0 where visible, else the smallest number."""
         mask = torch.zeros(is_visible.shape, dtype=self._dtype, device=is_visible.device)
         return mask.masked_fill_(~is_visible, torch.finfo(self._dtype).min)[:, None, None, :]
 
 
 def _refuse_own_window(config: Any, max_length: int) -> None:
-    """Raise ValueError for families beyond a number of tokens from which on layers go by the index of a key
-    among those given (GPT-Neo's windows) or by the cache's length (Llama 4's temperatures): slots have
-    others.
+    """Raise ValueError if, above some number of tokens, a family's layers use a key's index among the given
+    ones (GPT-Neo's windows) or the cache's length (Llama 4's temperatures), which differ in slots.
     """
     layers, limit = "", max_length
     if config.model_type == "gpt_neo" and "local" in config.attention_layers:
@@ -331,8 +332,8 @@ def _refuse_own_window(config: Any, max_length: int) -> None:
 
 
 def _windows(config: Any) -> tuple[int | None, int | None, bool]:
-    """Return (positions that a windowed layer sees, those of a chunk that a layer sees its own of, whether
-    other layers see all).
+    """(Positions that a windowed layer sees, chunk size of chunked layers, whether other layers see
+    everything).
     """
     kinds = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None)

@@ -1,4 +1,4 @@
-"""Probe of cached decoding: compares the log-probabilities of tokens decoded one by one with the class's own
+"""Probe of cached decoding: compares log-probabilities of tokens decoded one by one with the class's own
 forward pass, on a small replica, before weights are loaded. Two decoding steps after prompts of several
 lengths.
 """
@@ -27,7 +27,7 @@ _STATES = ("linear", "conv", "mamba", "recurrent")
 def why_not_generated(
     config: PreTrainedConfig, *, by_transformers: bool = False, trusts_code: bool = False
 ) -> str:
-    """Why `Generator`, or transformers' `generate`, cannot be used with a family; nothing where it can be."""
+    """Why `Generator`, or transformers' `generate`, does not support a family; "" if it does."""
     return measure_once(_measure, config, by_transformers, trusts_code)
 
 
@@ -58,7 +58,7 @@ def _measure(config: PreTrainedConfig, by_transformers: bool, trusts_code: bool)
 def decode_rows(
     generator: Any, rows: list[list[int]], options: SamplingOptions, **more: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The token ids of a response to each row, and the log-probabilities that they were sampled with; `more`
+    """Token ids of a response to each row, and the log-probabilities under which they were sampled; `more`
     goes to `generate`.
     """
     device = generator.model.device

@@ -1,7 +1,7 @@
 """Sampling from a causal LM with continuous batching over a fixed number of slots.
 
-The text of a sample depends on (seed, sample id, prompt) and the weights alone: not on slots, order, batch
-or ranks.
+The text of a sample depends only on (seed, sample id, prompt) and the weights: not on slots, order, batch or
+ranks.
 
 # B prompts, N samples of each, P prompt, R response, S slots, n live rows, V vocabulary
 """
@@ -48,7 +48,7 @@ class PromptBatch(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """Responses laid to the right of their prompts: those of one prompt are neighbours, B' = B x N."""
+    """Responses to the right of their prompts, grouped by prompt; B' = B x N."""
 
     response_ids: torch.Tensor  # (B', R) int64, pad_token_id after the end
     response_mask: torch.Tensor  # (B', R) bool, True for tokens of the response, the stop token included
@@ -59,13 +59,13 @@ class Generation(NamedTuple):
 
 
 class Generator:
-    """Generates with one model; keeps its keys and values, and captured graphs, from call to call.
+    """Generates with one model; keeps its key/value cache and captured graphs from call to call.
 
     `model` holds whole weights, or one rank's part of them, and is in eval mode. A slot has room for
     `max_length` tokens of prompt and response, or for what a call needs if that is more. `agree_any`, for a
     model whose forward pass needs all ranks (sharded weights), tells whether any rank still has work: ranks
-    without any keep step with passes that count nothing; their fetches of weights are in no CUDA graph.
-    `tp_group` are the ranks that hold the parts of a cut model.
+    without work run passes without results, so that the weights can be gathered; their gathers are in no CUDA
+    graph. `tp_group` are the ranks that hold the parts of a sliced model.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class Generator:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether captured graphs are kept, which read the weights where they lay."""
+        """Whether captured graphs are kept, which read the weights at fixed addresses."""
         return self._graphs is not None and bool(self._graphs.graphs)
 
     def release(self) -> None:
-        """Give the memory of keys, values and graphs back."""
+        """Free the memory of keys, values and graphs."""
         self._step = None
         if self._graphs:
             self._graphs.release()
@@ -134,7 +134,7 @@ class Generator:
 
 
 class Admission(NamedTuple):
-    """Samples that enter the slots behind the live ones together."""
+    """Samples that enter the slots after the live ones together."""
 
     samples: list[int]
     prompts: list[int]  # to be read in one pass, longest first
@@ -143,10 +143,10 @@ class Admission(NamedTuple):
 
 
 class SlotSchedule:
-    """Which sample sits in which slot. Sample i continues prompt i // num_samples.
+    """Assigns samples to slots. Sample i continues prompt i // num_samples.
 
-    Live sequences fill the slots 0 .. n - 1 without gaps: when one leaves, the last takes its slot. Samples
-    wait in the order of their prompts' lengths, so that prompts which are read together need little padding.
+    Live sequences fill the slots 0 .. n - 1 without gaps: when one leaves, the last moves into its slot.
+    Samples wait in the order of their prompts' lengths, so that prompts of one pass need little padding.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class SlotSchedule:
         self.slots: list[int] = []  # the sample of each live slot
 
     def should_admit(self) -> bool:
-        """Whether it is time to read new prompts, rather than to add a token to the live ones."""
+        """Whether to read new prompts now, instead of adding a token to the live sequences."""
         num_free = self.num_slots - len(self.slots)
         if not self.waiting or not num_free:
             return False
@@ -174,11 +174,11 @@ class SlotSchedule:
         return not self.slots or num_free >= min(worthwhile, len(self.waiting))
 
     def has_waiting_sibling(self, prompt: int) -> bool:
-        """Whether more samples of a prompt wait; they stand at the head of the queue."""
+        """Whether more samples of a prompt wait; they are at the head of the queue."""
         return bool(self.waiting) and self.waiting[0] // self.num_samples == prompt
 
     def admit(self) -> Admission:
-        """Take what fits into the free slots and into one pass; at least one sample must wait."""
+        """Admit what fits into the free slots and into one pass; at least one sample must wait."""
         admission = Admission([], [], [], [])
         slot_with = {sample // self.num_samples: slot for slot, sample in enumerate(self.slots)}
         padding, width = 0, 0
@@ -343,9 +343,11 @@ def _columns(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
 
 
 def take_turns(state: DecodeState, samples: dict[int, int], on_turns: TurnCallback) -> set[int]:
-    """Let sequences whose turn has ended by the stop token go on behind what others say; return their slots.
+    """Continue sequences whose turn ended with the stop token, with the messages of others; return their
+    slots.
 
-    `samples` are the samples by their slots. One without room for it and a token more ends there, as cut.
+    `samples` are the samples by slot. A sequence without room for these and one more token ends there, as
+    truncated.
     """
     seen = torch.stack((state.is_stopped.long(), state.num_sampled, state.limits), 1)[list(samples)].tolist()
     # slot: (tokens, limit)
@@ -368,7 +370,7 @@ def take_turns(state: DecodeState, samples: dict[int, int], on_turns: TurnCallba
 
 
 def collect_responses(state: DecodeState, options: SamplingOptions) -> Generation:
-    """Return the responses of sequences that have all ended, one a slot."""
+    """Responses of sequences that have all ended, one per slot."""
     width = int(state.num_sampled.max())
     mask = torch.arange(width, device=state.num_sampled.device) < state.num_sampled.unsqueeze(1)
     logprobs, log_kept = state.logprobs[:, :width], state.log_kept[:, :width]

@@ -1,9 +1,9 @@
 """Switch of the actor between training and generation: one set of weights, two layouts.
 
-ZeRO 0-2 with one rank per replica: the inference module holds the trained weights themselves, nothing is
-copied or sent. ZeRO 3, or `inference_tp_size` t > 1: each rank gets the slice of every weight that it
-computes with, and drops it on leaving. LoRA: adapted weights are merged into new tensors; the trained ones
-are never edited. While captured graphs read the slices their memory stays, and the next switch fills it.
+ZeRO 0-2 with one rank per replica: the inference module holds the trained weights themselves; nothing is
+copied or sent. ZeRO 3, or `inference_tp_size` t > 1: each rank receives its slice of every weight, and frees
+it on leaving. LoRA: adapted weights are merged into new tensors; the trained ones are never modified. While
+captured graphs read the slices, their memory is kept and refilled by the next switch.
 """
 
 from collections.abc import Iterator
@@ -39,9 +39,9 @@ from common.ranks.zero3 import OptimizerStates, is_sharded, local_shard
 
 @dataclass(frozen=True)
 class HybridOptions:
-    """How the actor generates: the flags of step 3, by their names. Not `enable_hybrid_engine`:
-    transformers' `generate` on gathered weights. `max_length` is the room of a slot, prompt and response
-    together; 0: what a call needs.
+    """Generation options of the actor, with the names of step 3's flags. Without `enable_hybrid_engine`:
+    transformers' `generate` on gathered weights. `max_length` is the room of a slot for prompt and response;
+    0: what a call needs.
     """
 
     enable_hybrid_engine: bool = True
@@ -63,7 +63,7 @@ class HybridOptions:
 
 
 class HybridEngine:
-    """A DeepSpeed engine that can also generate. Every rank must make and use it together."""
+    """A DeepSpeed engine that can also generate. Every rank must create and use it together."""
 
     def __init__(self, engine: Any, options: HybridOptions) -> None:
         self.engine, self.options = engine, options
@@ -93,7 +93,7 @@ class HybridEngine:
             )
 
     def offload_during_generation(self, engine: Any) -> None:
-        """Have the optimizer states of this ZeRO engine, or of another one, wait on the CPU while this one
+        """Keep the optimizer states of this ZeRO engine, or of another one, on the CPU while this one
         generates.
         """
         self._states.append(OptimizerStates(engine))
@@ -123,10 +123,10 @@ class HybridEngine:
 
     @contextmanager
     def generation_mode(self) -> Iterator[nn.Module]:
-        """Give the inference module, in eval mode; leaving, by an exception too, gives back the trainer
-        untouched.
+        """Context that yields the inference module in eval mode; on leaving, also by an exception, the
+        trainer is restored unchanged.
 
-        Every rank must enter it together; inside, only ranks of a tensor-parallel group need keep step.
+        Every rank must enter it together; inside, only ranks of a tensor-parallel group must stay in step.
         """
         was_training = self.module.training
         if self.gather_by_layer:
@@ -164,7 +164,7 @@ class HybridEngine:
         self.received_bytes = self._resharder.received_bytes
 
     def _merge(self, name: str, weight: TrainedWeight) -> torch.Tensor:
-        """Return the weight with its adapter, where it has one, in a new tensor: this rank's slice."""
+        """The weight merged with its adapter, if it has one, as a new tensor: this rank's slice."""
         cut, tp_rank = self._cuts.get(name), self.layout.tp_rank
 
         def take(factor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -173,7 +173,7 @@ class HybridEngine:
         return weight.merged(take)
 
     def release(self) -> None:
-        """Give back the memory that is kept for the next time: keys, values, graphs and slices."""
+        """Free the memory kept for the next time: keys, values, graphs and slices."""
         self.generator.release()
         if not self.gather_by_layer:
             self._inference.detach()
@@ -204,7 +204,7 @@ class HybridEngine:
         return Generation(*(tensor[first : first + num_responses] for tensor in generation))
 
     def _shared(self, on_turns: TurnCallback, own: range) -> TurnCallback:
-        """Return the callback of the whole replica: each of its ranks asks about its own samples."""
+        """The callback of the whole replica: each of its ranks is called for its own samples."""
 
         def ask_all(ended: list[tuple[int, list[int]]]) -> list[list[int] | None]:
             own_turns = [(sample, ids) for sample, ids in ended if sample in own]
@@ -217,12 +217,12 @@ class HybridEngine:
         return ask_all
 
     def _gather(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return a flat tensor of each rank of the replica, on the CPU; its ranks must call this together."""
+        """A flat tensor of each rank of the replica, on the CPU; its ranks must call this together."""
         return distributed.all_to_all([flat.cpu()] * self.layout.tp_size, self.groups.tp_group)
 
 
 class TransformersGenerator:
-    """Generates by transformers' own `generate`, with our sampler: the baseline to compare with.
+    """Generates with transformers' own `generate` and our sampler: the baseline for comparisons.
 
     It gives the same texts as `Generator`; it holds whole weights, pads every prompt to the longest and
     decodes until the last response of the batch has ended.
@@ -234,7 +234,7 @@ class TransformersGenerator:
         self.model = model
 
     def release(self) -> None:
-        """Nothing is kept from call to call."""
+        """Does nothing: no memory is kept from call to call."""
 
     @torch.no_grad()
     def generate(
@@ -250,7 +250,7 @@ class TransformersGenerator:
         running = set(range(len(sample_ids)))
 
         def choose_sampled(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            """Leave one token possible: the one that was sampled."""
+            """Leave the sampled token as the only possible one."""
             state.sample(slice(None), scores, options)
             return torch.full_like(scores, -torch.inf).scatter_(1, state.last_ids.unsqueeze(1), 0.0)
 
@@ -276,7 +276,7 @@ class TransformersGenerator:
 
 @contextmanager
 def named_out_of_memory(cure: str) -> Iterator[None]:
-    """Turn running out of memory into an error that says what to change."""
+    """Context that turns an out-of-memory error into one that says what to change."""
     try:
         yield
     except RuntimeError as error:

@@ -1,9 +1,9 @@
 """A second module with a model's structure, for generation; weights are attached to it and detached again.
 
 It has no hooks of DeepSpeed, no adapters and no gradient checkpointing, and its own copy of the
-configuration, so nothing that generation wants touches the module that is trained. `cut_module` makes it one
-rank's part of the model: modules and parameters keep their names, and the forward passes of those that need
-other ranks are wrapped. Gradients do not pass through the sums over ranks.
+configuration, so generation never changes the trained module. `cut_module` turns it into one rank's part of
+the model: modules and parameters keep their names, and forward passes that need other ranks are wrapped.
+Gradients do not pass through the sums over ranks.
 
 # t ranks, V vocabulary, H hidden size
 """
@@ -31,9 +31,9 @@ WIDTHS = ("embed_dim", "hidden_size", "split_size")
 
 
 class InferenceModule:
-    """An empty transformers module; `attach` gives it a weight, `detach` takes all of them away.
+    """A transformers module without weights; `attach` gives it a weight, `detach` removes all of them.
 
-    Captured graphs read weights where they lay, so slices may keep their memory, to be filled anew.
+    Captured graphs read weights at fixed addresses, so slices can keep their memory to be refilled.
     """
 
     def __init__(self, source: PreTrainedModel, device: torch.device) -> None:
@@ -57,8 +57,8 @@ class InferenceModule:
         self._slices: dict[str, torch.Tensor] = {}  # weights in memory that is not the trainer's
 
     def attach(self, name: str, weight: torch.Tensor, *, is_trainers: bool = True) -> None:
-        """Make a tensor the weight of this name, and of those that are tied to it. `is_trainers`: it lies in
-        the trainer's memory; if not, and a slice of this name was kept, it is copied there.
+        """Make a tensor the weight of this name, and of those tied to it. `is_trainers`: it is in the
+        trainer's memory; if not, and a slice of this name was kept, it is copied there.
         """
         if not is_trainers:
             kept = self._slices.setdefault(name, weight)
@@ -68,7 +68,7 @@ class InferenceModule:
             module._parameters[attribute] = parameter
 
     def detach(self, *, keep_slices: bool = False) -> None:
-        """Leave no weight behind; with `keep_slices` the slices' memory stays, for the next `attach`."""
+        """Remove all weights; with `keep_slices` the slices' memory stays, for the next `attach`."""
         if not keep_slices:
             self._slices.clear()
         for owners in self._owners.values():
@@ -78,7 +78,7 @@ class InferenceModule:
 
 
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a module for generation that holds the weights of `model` itself."""
+    """A module for generation that holds the weights of `model` itself."""
     inference = InferenceModule(model, next(model.parameters()).device)
     for name, parameter in model.named_parameters():
         inference.attach(name, parameter.data)
@@ -91,8 +91,8 @@ def cut_module(
     """Turn a whole transformers causal LM, real or on the meta device, into this rank's part, in place.
 
     cuts are those of `build_cuts(model, tp_size)`; group are the t ranks that compute together, None for all
-    ranks. Afterwards every forward pass must be made by all of them with equal inputs, and gives all of them
-    equal logits. Parameters may be replaced by others of their local shapes at any time.
+    ranks. Afterwards all of them must make every forward pass with equal inputs, and get equal logits.
+    Parameters may be replaced by others of their local shapes at any time.
     """
     if tp_size == 1:
         return
@@ -118,7 +118,7 @@ def cut_module(
 def _connect(
     module: nn.Module, cut: Cut, tp_rank: int, group: dist.ProcessGroup | None, *, is_head: bool
 ) -> None:
-    """Make a module with a cut weight state its local sizes and, where it must, talk to the other ranks."""
+    """Set the local sizes of a module with a sliced weight and, if needed, connect it to the other ranks."""
     rows, columns = module.weight.shape
     if isinstance(module, nn.Embedding):
         module.num_embeddings = rows
@@ -137,7 +137,9 @@ def _connect(
 
 
 def _sum_outputs(module: nn.Linear | Conv1D, group: dist.ProcessGroup | None) -> None:
-    """Let a Linear with this rank's inputs (..., H/t) return the whole's outputs, the bias added once."""
+    """Let a Linear with this rank's inputs (..., H/t) return the outputs of the whole, with the bias added
+    once.
+    """
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         is_transposed = isinstance(module, Conv1D)
@@ -149,9 +151,9 @@ def _sum_outputs(module: nn.Linear | Conv1D, group: dist.ProcessGroup | None) ->
 
 
 def _sum_embeddings(module: nn.Embedding, first_row: int, group: dist.ProcessGroup | None) -> None:
-    """Let an embedding with V/t rows return those of all tokens (..., H): another rank's count as zeros.
+    """Let an embedding with V/t rows return those of all tokens (..., H): other ranks' tokens count as zeros.
 
-    Subclasses, such as Gemma 3's that scales what it finds, keep their own forward pass inside.
+    Subclasses, such as Gemma 3's with its scaling, keep their own forward pass inside.
     """
     look_up = module.forward
 
@@ -180,7 +182,7 @@ def _gather_logits(module: nn.Linear, group: dist.ProcessGroup | None) -> None:
 
 
 def _narrow_attention(module: nn.Module, num_heads: int, tp_rank: int, tp_size: int) -> None:
-    """Make an attention count this rank's heads only; `num_heads` are the query heads of all ranks."""
+    """Let an attention count this rank's heads only; `num_heads` are the query heads of all ranks."""
     if hasattr(module, "num_key_value_groups"):
         num_kv_heads = num_heads // module.num_key_value_groups
         module.num_key_value_groups = num_heads // tp_size // max(num_kv_heads // tp_size, 1)
@@ -196,7 +198,7 @@ def _narrow_attention(module: nn.Module, num_heads: int, tp_rank: int, tp_size: 
 def _narrow_alibi(
     num_heads: int, heads: slice, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Hand an attention the position biases of its own heads: the model builds those of all."""
+    """Pass an attention the position biases of its own heads: the model builds those of all."""
     alibi, mask = kwargs.get("alibi"), kwargs.get("attention_mask")
     if alibi is None:
         return args, kwargs

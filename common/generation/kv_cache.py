@@ -1,9 +1,9 @@
 """Keys and values of running sequences: one preallocated block per layer, one slot per sequence.
 
 transformers' own modules run unmodified over it: each row writes at its own position, and attention reads the
-first `upto` positions of the first slots, which the live sequences fill without gaps. Where the model was
-loaded with flash-attn, its key/value-cache kernel is the attention of the decode pass: it reads of each slot
-only what is there, needs no mask and does not repeat grouped heads. Passes over prompts go to torch's.
+first `upto` positions of the first slots, which the live sequences fill without gaps. If the model was loaded
+with flash-attn, its key/value-cache kernel is the attention of the decode pass: it reads only the used part
+of each slot, needs no mask and does not repeat grouped heads. Prompt passes use torch's attention.
 
 # S slots, L positions of a slot, n rows of a pass, H query heads or key/value heads, D their width
 """
@@ -23,10 +23,10 @@ SLOT_ATTENTION = "triptych_slots"
 
 
 class SlotCache(Cache):
-    """A transformers cache whose rows lie at positions of their own.
+    """A transformers cache whose rows are at different positions.
 
-    Tell it what a forward pass is, by `begin_prefill` or `begin_decode`, before the pass. The blocks are
-    made by the first pass, when the shapes of keys and values are known.
+    Call `begin_prefill` or `begin_decode` before each forward pass. The first pass creates the blocks, when
+    the shapes of keys and values are known.
     """
 
     def __init__(self, num_slots: int, max_length: int) -> None:
@@ -41,9 +41,9 @@ class SlotCache(Cache):
         self._upto = 0
 
     def begin_prefill(self, slots: torch.Tensor, is_real: torch.Tensor | None) -> None:
-        """Say that the next pass holds whole prompts, left-padded, for these slots (n,).
+        """Announce a pass over whole prompts, left-padded, for these slots (n,).
 
-        is_real (n, T) bool, True for a token of the prompt; None when no row has padding.
+        is_real (n, T) bool, True for a token of the prompt; None if no row has padding.
         """
         self._slots, self._sources, self._positions, self._upto = slots, None, None, 0
         if is_real is not None:  # each row moves to the left; what comes behind it there is never read
@@ -54,7 +54,7 @@ class SlotCache(Cache):
             self._sources = rows, columns.clamp(max=width - 1)
 
     def begin_decode(self, rows: torch.Tensor, positions: torch.Tensor, upto: int) -> None:
-        """Say that the next pass holds one token for each slot of `rows`, which is 0 .. n - 1.
+        """Announce a pass with one token for each slot of `rows`, which is 0 .. n - 1.
 
         positions (n,) int64 are where their keys and values go; `upto` is above all of them.
         """
@@ -79,7 +79,7 @@ class SlotCache(Cache):
         return keys, values
 
     def _make_block(self, states: torch.Tensor) -> torch.Tensor:
-        """Return zeros: what was never written is masked, but 0 x NaN would not be."""
+        """A block of zeros: unwritten positions are masked, but 0 x NaN would not be 0."""
         _, num_heads, _, width = states.shape
         if states.device.type == "cpu":  # a head's keys lie together: read in one stream
             return states.new_zeros(self.num_slots, num_heads, self.max_length, width)
@@ -98,11 +98,11 @@ class SlotCache(Cache):
             block[targets, :, :length] = block[sources, :, :length]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the positions before this pass, as transformers' masks count them."""
+        """Positions before this pass, as transformers' masks count them."""
         return max(self._upto - 1, 0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return (number of keys, offset of the first) for transformers' masks."""
+        """(Number of keys, offset of the first) for transformers' masks."""
         return self._upto or query_length, 0
 
 
@@ -117,7 +117,7 @@ def kv_bytes_per_token(config: Any, bytes_per_number: int, tp_size: int = 1) -> 
 
 
 def choose_attention(source: PreTrainedModel) -> str:
-    """Return the attention that a module like `source` generates with, by the one that it was loaded with."""
+    """Attention for generation with a module like `source`, by the one that it was loaded with."""
     chosen = attention_of(source)
     if chosen == FLASH_ATTENTION and takes_own_kernels(type(source), source.config):
         return SLOT_ATTENTION
@@ -135,10 +135,11 @@ def slot_attention(
     slot_lengths: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return (n, 1, H, D) for a query (n, H, 1, D) and keys and values (n, heads, L, D) of a `SlotCache`.
+    """Attention output (n, 1, H, D) for a query (n, H, 1, D) and keys and values (n, heads, L, D) of a
+    `SlotCache`.
 
-    slot_lengths (n,) int32, an argument of the model's forward pass: keys of each row, the new one included.
-    None: the pass is one over prompts.
+    slot_lengths (n,) int32, an argument of the model's forward pass: keys of each row, including the new one.
+    None for a prompt pass.
     """
     if slot_lengths is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)

@@ -20,7 +20,7 @@ HEADS, KEY_VALUE_HEADS = "attention heads", "key/value heads"
 
 
 class NoPlan(ValueError):
-    """Nothing says how this family's weights can be cut; the message adds flag and cure to the reason."""
+    """There is no plan for this family's weights; the message adds flag and cure to the reason."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(
@@ -36,17 +36,17 @@ class Cut:
     ranges: tuple[tuple[tuple[int, int], ...], ...]  # [tp_rank] -> (start, stop) along dim, laid end to end
 
     def take(self, tensor: torch.Tensor, tp_rank: int) -> torch.Tensor:
-        """Return a rank's part of the whole `tensor`: a view when it is one stretch, else a new tensor."""
+        """A rank's part of the whole `tensor`: a view if it is contiguous, else a new tensor."""
         slices = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges[tp_rank]]
         return slices[0] if len(slices) == 1 else torch.cat(slices, dim=self.dim)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of the cut dimension, of `size`, whose units of length `unit` are never split.
+    """A part of the sliced dimension, of `size`, whose units of length `unit` are never split.
 
-    The units are dealt out evenly in order. With `may_repeat`, fewer units than ranks are held by several
-    ranks each: rank j of t holds unit j * units // t, which are the key/value heads of its query heads.
+    The units are distributed evenly in order. With `may_repeat`, several ranks share each of fewer units than
+    ranks: rank j of t holds unit j * units // t, the key/value heads of its query heads.
     """
 
     size: int
@@ -60,11 +60,11 @@ class Part:
         return self.size // self.unit
 
     def fits(self, tp_size: int) -> bool:
-        """Whether the units can be dealt out to so many ranks."""
+        """Whether the units can be distributed to so many ranks."""
         return self.count % tp_size == 0 or (self.may_repeat and tp_size % self.count == 0)
 
     def range(self, tp_rank: int, tp_size: int) -> tuple[int, int]:
-        """Return the rank's index range, counted from the beginning of the part."""
+        """The rank's index range, counted from the beginning of the part."""
         start = tp_rank * self.count // tp_size * self.unit
         return start, start + max(self.count // tp_size, 1) * self.unit
 
@@ -94,9 +94,9 @@ PLANS: dict[str, PlanMaker] = {}
 
 
 def register_tp_plan(family: str) -> Callable[[PlanMaker], PlanMaker]:
-    """Register the decorated function (config -> Plan) for a family, that is: for its config.model_type.
+    """Register the decorated function (config -> Plan) for a family, by its config.model_type.
 
-    It goes before the plan that the family has in transformers, and may raise NoPlan for a config.
+    It precedes transformers' plan of the family, and may raise NoPlan for a config.
     """
 
     def register(make_plan: PlanMaker) -> PlanMaker:
@@ -107,10 +107,10 @@ def register_tp_plan(family: str) -> Callable[[PlanMaker], PlanMaker]:
 
 
 def build_cuts(model: nn.Module, tp_size: int) -> dict[str, Cut]:
-    """Return the cuts of a transformers causal LM, by parameter name; what is missing stays whole.
+    """Cuts of a transformers causal LM, by parameter name; parameters without a cut stay whole.
 
-    The model may be on the meta device. A tied weight appears once, as in `model.named_parameters()`.
-    Raises NoPlan for a family that has no plan, ValueError for a size that does not fit the model.
+    The model may be on the meta device. A tied weight occurs once, as in `model.named_parameters()`. Raises
+    NoPlan for a family without a plan, ValueError for a size that does not fit the model.
     """
     if tp_size == 1:
         return {}
@@ -138,7 +138,7 @@ def build_cuts(model: nn.Module, tp_size: int) -> dict[str, Cut]:
 
 
 def working_tp_sizes(model: nn.Module) -> list[int]:
-    """Return the tensor-parallel sizes that fit this model (meta or real): [1] for one that has no plan."""
+    """Tensor-parallel sizes that fit this model (meta or real): [1] without a plan."""
     try:
         parts = [part for planned in planned_linears(model).values() for part in planned.parts]
     except NoPlan:
@@ -148,7 +148,7 @@ def working_tp_sizes(model: nn.Module) -> list[int]:
 
 
 def join_ranges(parts: Parts, tp_rank: int, tp_size: int) -> tuple[tuple[int, int], ...]:
-    """Return a rank's index ranges of all parts, neighbours joined."""
+    """A rank's index ranges of all parts, with adjacent ones joined."""
     ranges: list[tuple[int, int]] = []
     offset = 0
     for part in parts:
@@ -161,7 +161,7 @@ def join_ranges(parts: Parts, tp_rank: int, tp_size: int) -> tuple[tuple[int, in
 
 
 def cut_dim(module: nn.Module, style: Style) -> int:
-    """Return the dimension of the stored weight that a style cuts; Conv1D stores it transposed."""
+    """Dimension of the stored weight that a style cuts; Conv1D stores it transposed."""
     return int(isinstance(style, Row) != isinstance(module, Conv1D))
 
 
@@ -174,7 +174,7 @@ class Planned(NamedTuple):
 
 
 def planned_linears(model: nn.Module) -> dict[str, Planned]:
-    """Return each Linear that is cut, by its name in the model; raise NoPlan if the plan does not fit it."""
+    """Each Linear that is cut, by its name in the model; raises NoPlan if the plan does not fit it."""
     planned: dict[str, Planned] = {}
     modules = dict(model.named_modules())
     for pattern, style in plan_of(model.config).items():
@@ -198,7 +198,7 @@ def planned_linears(model: nn.Module) -> dict[str, Planned]:
 
 
 def check_attention_is_covered(model: nn.Module, planned: dict[str, Planned]) -> None:
-    """Raise NoPlan if an attention has weights that belong to single heads and that the plan leaves out."""
+    """Raise NoPlan if an attention has per-head weights that the plan leaves out."""
     _, _, head_dim = head_counts(model.config)
     for attention in {name.rpartition(".")[0] for name, p in planned.items() if p.style.parts}:
         for name, parameter in model.get_submodule(attention).named_parameters():
@@ -209,7 +209,7 @@ def check_attention_is_covered(model: nn.Module, planned: dict[str, Planned]) ->
 
 
 def plan_of(config: Any) -> Plan:
-    """Return the family's registered plan, else what transformers says about it; raise NoPlan."""
+    """The family's registered plan, else transformers' own; raises NoPlan."""
     if config.model_type in PLANS:
         return PLANS[config.model_type](config)
     source = getattr(config, "base_model_tp_plan", None)
@@ -242,27 +242,27 @@ def derive_style(config: Any, pattern: str, style: str) -> Style:
 
 
 def head_counts(config: Any) -> tuple[int, int, int]:
-    """Return (query heads, key/value heads, width of a head)."""
+    """(Query heads, key/value heads, width of a head)."""
     num_heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     return num_heads, getattr(config, "num_key_value_heads", None) or num_heads, head_dim
 
 
 def all_heads(config: Any, per_head: int = 1) -> Parts:
-    """Return one part of all query heads, each `per_head` times as wide as a head."""
+    """One part of all query heads, each `per_head` times as wide as a head."""
     num_heads, _, head_dim = head_counts(config)
     return (Part(num_heads * per_head * head_dim, per_head * head_dim, HEADS),)
 
 
 def interleaved_heads(config: Any) -> Parts:
-    """Return the part of query, key and value side by side, head by head."""
+    """The part of query, key and value side by side, head by head."""
     if config.model_type == "bloom" and config.slow_but_exact and config.pretraining_tp > 1:
         raise NoPlan("a BLOOM whose config says slow_but_exact multiplies slices of its whole weights")
     return all_heads(config, per_head=3)
 
 
 def falcon_heads(config: Any) -> Parts:
-    """Return groups of heads with their key and value (40B), one key and value last (7B), or as BLOOM."""
+    """Groups of heads with their key and value (40B), one key and value last (7B), or as in BLOOM."""
     num_heads, _, head_dim = head_counts(config)
     if config.new_decoder_architecture:
         group = (num_heads // config.num_kv_heads + 2) * head_dim  # its queries, a key and a value
@@ -296,7 +296,7 @@ _FAMILIES: dict[str, tuple[str, str, tuple[str, ...], Callable[[Any], Parts], st
 
 
 def _plan_family(family: str, config: Any) -> Plan:
-    """Return the plan of a row of `_FAMILIES`."""
+    """The plan of a row of `_FAMILIES`."""
     layer, attention, inputs, parts_of_input, output, up, down = _FAMILIES[family]
     return {f"{layer}.{attention}.{name}": Column(parts_of_input(config)) for name in inputs} | {
         f"{layer}.{attention}.{output}": Row(all_heads(config)),

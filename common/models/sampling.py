@@ -1,9 +1,9 @@
 """Sampling that is independent of the batch. PURE: imports torch only.
 
-One uniform per (seed, sample id, position) comes from a counter-based hash, and turns into a token through
-the inverse of the cumulated probabilities in the order of the vocabulary. Probabilities are cumulated as
-integers: their sums are exact in whatever order a device adds them up, so a row's token does not depend on
-the rows around it, and a token of weight 0 occupies no part of the interval.
+One uniform per (seed, sample id, position) comes from a counter-based hash, and selects a token through the
+inverse of the cumulative probabilities in the order of the vocabulary. Probabilities are accumulated as
+integers: their sums are exact in any order, so a row's token does not depend on the rows around it, and a
+token of weight 0 occupies no part of the interval.
 
 # B sequences, V vocabulary
 """
@@ -31,7 +31,7 @@ _LOW_BITS = 15
 
 
 class Sample(NamedTuple):
-    """A token for each row, how likely it was, and how much of the distribution it was sampled from."""
+    """A token for each row, its log-probability, and the probability that top_k and top_p kept."""
 
     token_ids: torch.Tensor  # (B,) int64
     logprobs: torch.Tensor  # (B,) fp32, log softmax(logits / temperature) of all valid tokens
@@ -39,11 +39,10 @@ class Sample(NamedTuple):
 
 
 def counter_uniform(seed: int, sample_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return a uniform in [0, 1) for each (seed, sample id, position): (B,) fp32, a multiple of 2^-24.
+    """A uniform in [0, 1) for each (seed, sample id, position): (B,) fp32, a multiple of 2^-24.
 
     sample_ids (B,) and positions (B,) int64 on one device; seed is any int (its low 64 bits count). Three
-    rounds of splitmix64 in wrapping int64 arithmetic: the same bits on every device, whatever else is in
-    the batch.
+    rounds of splitmix64 in wrapping int64 arithmetic: the same bits on every device and in every batch.
     """
     state = _mix(torch.full_like(sample_ids, _as_int64(seed + _GOLDEN_GAMMA)))
     for word in (sample_ids, positions):
@@ -61,14 +60,14 @@ def sample_tokens(
     do_sample: bool = True,
     num_valid_tokens: int | None = None,
 ) -> Sample:
-    """Return a token for each row, below `num_valid_tokens`, never one of probability 0.
+    """A token for each row, below `num_valid_tokens`, never one of probability 0.
 
-    logits (B, V) of any float dtype, uniforms (B,) in [0, 1]. First the temperature, then `top_k` (0 =
-    all), then `top_p` (1 = all) of what is left: the likeliest tokens up to and with the one that reaches
-    it. Tokens as likely as the last one kept are kept too, since an order among them would differ from
-    device to device. A probability below 2^-40 of the likeliest counts as 0. `do_sample=False` returns the
-    argmax, as of the whole distribution. Log-probabilities are those of `OutputHead.logprobs` to the bit. A
-    row with a NaN or without a finite logit gets an arbitrary valid token: its log-probability tells.
+    logits (B, V) of any float dtype, uniforms (B,) in [0, 1]. Temperature applies first, then `top_k` (0 =
+    all), then `top_p` (1 = all) of the rest: the likeliest tokens up to and including the one that reaches
+    it. Ties with the last token kept are kept too, because their order would differ between devices. A
+    probability below 2^-40 of the likeliest counts as 0. `do_sample=False` returns the argmax, with the whole
+    distribution's log-probability. Log-probabilities equal those of `token_scores` to the bit. A row with a
+    NaN or without a finite logit gets an arbitrary valid token: its log-probability shows it.
     """
     logits, log_kept = logits[:, :num_valid_tokens], torch.zeros_like(uniforms)
     largest = logits.amax(-1, keepdim=True)
@@ -96,7 +95,7 @@ def sampling_mask(
     top_p: float = 1.0,
     num_valid_tokens: int | None = None,
 ) -> torch.Tensor:
-    """Return (B, V) bool: True for the tokens among which `sample_tokens` samples with these options."""
+    """Mask (B, V) bool: True for the tokens among which `sample_tokens` samples with these options."""
     logits, num_tokens = logits[:, :num_valid_tokens], logits.shape[1]
     weights = _integer_weights(logits, logits.amax(-1, keepdim=True), temperature)
     is_kept = weights > 0
@@ -106,7 +105,7 @@ def sampling_mask(
 
 
 def _integer_weights(logits: torch.Tensor, largest: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return the tokens' weights (B, V) fp32 in [0, 2^40], at the upper end that of logit `largest`."""
+    """Weights (B, V) of the tokens as integers in fp32, from 0 to 2^40 for logit `largest`."""
     weights = (logits.to(torch.promote_types(logits.dtype, torch.float32)) - largest).float()
     if temperature != 1.0:
         weights.div_(temperature)
@@ -114,7 +113,7 @@ def _integer_weights(logits: torch.Tensor, largest: torch.Tensor, temperature: f
 
 
 def _smallest_weight_kept(weights: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Return (B, 1): a token stays if its weight is at least this."""
+    """Threshold (B, 1): a token is kept if its weight is at least this."""
     largest = min(top_k, weights.shape[-1]) if top_k else weights.shape[-1]
     if top_k:
         threshold = weights.topk(largest).values[:, -1:]
@@ -123,7 +122,7 @@ def _smallest_weight_kept(weights: torch.Tensor, top_k: int, top_p: float) -> to
 
 
 def _smallest_weight_in_nucleus(weights: torch.Tensor, top_p: float, largest: int) -> torch.Tensor:
-    """Return (B, 1): the falling weights add up to `top_p` of their sum with this one, and not before it."""
+    """The weight (B, 1) at which the descending weights first sum to `top_p` of their total."""
     masses = weights.long()
     target = top_p * masses.sum(-1, keepdim=True).double()
     num_candidates = min(largest, _NUCLEUS_CANDIDATES)
@@ -138,14 +137,14 @@ def _smallest_weight_in_nucleus(weights: torch.Tensor, top_p: float, largest: in
 
 
 def _find_weight_by_digits(weights: torch.Tensor, masses: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return (B, 1): the falling weights add up to `target` (B, 1) with this one, and not before it.
+    """The weight (B, 1) at which the descending weights first sum to `target` (B, 1).
 
-    Nothing is sorted and nothing waits for the device: of all numbers that an fp32 can be, the high digit of
-    the weight's is found first, from the masses that share one, then the low digit. Overwrites `masses`.
+    Nothing is sorted and nothing waits for the device: among all fp32 numbers the high digit of the weight is
+    found first, from the masses that share one, then the low digit. Overwrites `masses`.
     """
 
     def find(digits: torch.Tensor, before: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the digit (B, 1), and the mass of all smaller ones on top of `before`."""
+        """The digit (B, 1), and the mass of all smaller ones on top of `before`."""
         sums = masses.new_zeros(len(masses), 1 << _LOW_BITS).scatter_add_(1, digits.long(), masses)
         upto = sums.cumsum(-1).add_(before)
         digit = (upto[:, :-1] < target).sum(-1, keepdim=True)
@@ -160,7 +159,7 @@ def _find_weight_by_digits(weights: torch.Tensor, masses: torch.Tensor, target: 
 
 
 def _invert_cumulated(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return for each row the first token whose cumulated weight exceeds uniform * total: (B,) int64."""
+    """For each row the first token whose cumulative weight exceeds uniform * total: (B,) int64."""
     num_tokens = weights.shape[-1]
     cumulated = _block_sums(weights).cumsum(-1)  # (B, blocks)
     total = cumulated[:, -1:]
@@ -175,7 +174,7 @@ def _invert_cumulated(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Te
 
 
 def _block_sums(weights: torch.Tensor) -> torch.Tensor:
-    """Return the integer weights of each _BLOCK tokens added up: (B, V / _BLOCK rounded up) int64."""
+    """Sums of the integer weights of each _BLOCK tokens: (B, V / _BLOCK rounded up) int64."""
     padding = -weights.shape[-1] % _BLOCK
     rows = _CPU_CHUNK_ELEMENTS // weights.shape[-1] if weights.device.type == "cpu" else len(weights)
     return torch.cat(
@@ -193,11 +192,11 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift in zeros: int64's own shift copies the sign bit."""
+    """Logical right shift: int64's own shift copies the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _as_int64(value: int) -> int:
-    """Return the int64 with the low 64 bits of `value`."""
+    """The int64 with the low 64 bits of `value`."""
     low = value & (2**64 - 1)
     return low - 2**64 if low >= 2**63 else low

@@ -1,7 +1,7 @@
 """Critic and reward model: a backbone with a scalar head; values per token, one score per sequence.
 
 It *is* transformers' AutoModelForSequenceClassification with one label, so a saved reward model loads with
-plain `from_pretrained` and an SFT model, a base model or a reward model can all be its beginning.
+plain `from_pretrained`, and it can be initialised from an SFT model, a base model or a reward model.
 
 # N slots, S sequences, total tokens of all
 """
@@ -33,10 +33,10 @@ POOLINGS = ("last", "mean")  # how the values of a response make its score
 
 
 class ScoreHead(nn.Linear):
-    """A bias-free linear layer that answers in fp32 whatever its weights' dtype: scores keep their digits."""
+    """A bias-free linear layer with fp32 outputs for weights of any dtype: scores keep their precision."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return scores (..., 1) fp32."""
+        """Scores (..., 1) fp32."""
         return F.linear(hidden.float(), self.weight.float())
 
 
@@ -51,17 +51,17 @@ class ValueModel(nn.Module):
 
     @cached_property
     def flops(self) -> ModelFlops:
-        """What passes cost, by what is trained when it is asked for first."""
+        """FLOPs of passes, by what is trained at the first call."""
         return ModelFlops(self.classifier, plain_model(self.classifier).score)
 
     @property
     def pooling(self) -> str:
-        """How values make a score, one of POOLINGS: see `compute_scores`. Its configuration records it."""
+        """How values make a score, one of POOLINGS: see `compute_scores`. Saved in the configuration."""
         return getattr(plain_model(self.classifier).config, POOLING, "last")
 
     def forward(self, inputs: ModelInputs, slots: torch.Tensor | None = None) -> torch.Tensor:
-        """Return values (N,) fp32 at `slots` (N,) int64 of the inputs, rows end to end; by default those of
-        all tokens in the packed order.
+        """Values (N,) fp32 at `slots` (N,) int64 of the inputs, rows end to end; by default those of all
+        tokens in the packed order.
         """
         plain = plain_model(self.classifier)
         slots = inputs.token_slots if slots is None else slots
@@ -73,11 +73,11 @@ class ValueModel(nn.Module):
 def compute_scores(
     model: Any, inputs: ModelInputs, lengths: torch.Tensor, is_response: torch.Tensor
 ) -> torch.Tensor:
-    """Return the score (S,) fp32 of each sequence's response, end-of-turn token included: as the model was
-    trained, the value at its last token, or the mean of the values over its tokens.
+    """Score (S,) fp32 of each sequence's response, end-of-turn token included: by the model's pooling, the
+    value at its last token, or the mean of the values over its tokens.
 
     `model` is a ValueModel or its engine. lengths (S,) int64 and is_response (total,) bool, both on the CPU,
-    are of the packed order; a response has a token at least. Where it stands comes from them, never from a
+    are in the packed order; a response has at least one token. Its position comes from them, never from a
     search for PAD: PAD may be EOS.
     """
     if getattr(model, "module", model).pooling == "last":
@@ -96,12 +96,11 @@ def load_value_model(
     owner: nn.Module | None = None,
     pooling: str = "",
 ) -> ValueModel:
-    """Return a value model from a base, SFT or reward model; the head is new unless a saved one is there.
+    """A value model from a base, SFT or reward model; the head is new unless a saved one exists.
 
     `owner` is a model of the same base whose frozen backbone it shares: see `share_backbone`. `pooling` is
-    one of POOLINGS; empty: what the saved model, or adapter, records.
-    Raises ValueError for a family without a `score` head in transformers.
-    Every rank must call this.
+    one of POOLINGS; if empty, what the saved model, or adapter, records. Raises ValueError for a family
+    without a `score` head in transformers. Every rank must call this.
     """
     saved = lora.folder if lora and lora.folder else options.name_or_path
     changes = {"num_labels": 1, POOLING: pooling or saved_pooling(saved)}
@@ -121,9 +120,9 @@ def load_value_model(
 
 
 def saved_pooling(name_or_path: str) -> str:
-    """Return which of POOLINGS a saved model records; of an adapter what it records, else its base.
+    """The pooling that a saved model records; for an adapter its own, or else its base's.
 
-    Raises ValueError for another.
+    Raises ValueError for an unknown one.
     """
     config = read_adapter_config(name_or_path) if is_adapter(name_or_path) else {}
     if POOLING not in config:
@@ -137,7 +136,7 @@ def saved_pooling(name_or_path: str) -> str:
 
 
 def has_saved_head(name_or_path: str) -> bool:
-    """Whether the saved model is a sequence classifier of one label, that is: has learned scores; of an
+    """Whether the saved model is a sequence classifier with one label, that is, has learned scores; for an
     adapter, whether it or its base is.
     """
     if is_adapter(name_or_path) and has_score_head(name_or_path):

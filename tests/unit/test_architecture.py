@@ -37,10 +37,10 @@ MAX_FILE_LINES, AIM_FILE_LINES = 420, 400
 MAX_FUNCTION_LINES, AIM_FUNCTION_LINES = 90, 60
 # Amounts that a change may lower. One that raises a number says why in its commit.
 AMOUNTS = {
-    "statements": 19_119,
-    "statements that step 3 reaches": 11_830,
-    "files that step 3 reaches": 116,
-    "files that one file imports": 30,
+    "statements": 19_127,
+    "statements that step 3 reaches": 11_840,
+    "files that step 3 reaches": 117,
+    "files that one file imports": 24,
     "assignments `a, b = x, y`": 412,
     "conditional expressions": 867,
     "test lines per 100 lines of code": 98,
@@ -121,7 +121,7 @@ def check_arrows(tree: Tree) -> list[str]:
 
 
 def check_arrows_within_a_step(tree: Tree) -> list[str]:
-    """main -> trainer -> roles, rollout: nothing imports a main, only a program imports its trainer."""
+    """main -> build_trainer -> trainer -> roles, rollout: nothing imports a main, only these two the trainer."""
     complaints = []
     for file, line, name in tree.imports:
         if file.parts[0] not in STEPS or not name.startswith(f"{file.parts[0]}."):
@@ -129,7 +129,8 @@ def check_arrows_within_a_step(tree: Tree) -> list[str]:
         module = name.split(".")[1]
         if module == "main":
             complaints.append(f"{file}:{line}: {name}: nothing imports a main")
-        if module.endswith("_trainer") and "__main__" not in tree.text(file):
+        is_builder = file.name == "build_trainer.py" or "__main__" in tree.text(file)
+        if module.endswith("_trainer") and not is_builder:
             complaints.append(f"{file}:{line}: {name}: only a program imports its trainer")
     return complaints
 
