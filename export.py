@@ -133,7 +133,8 @@ def check(
         path = getattr(flags, flag_name.removeprefix("--"))
         model_checks.check_model(f"the run's {flag_name}", path, flags, problems, takes_adapter=True)
     problems.exit_if_any()
-    origin, path = f"the run's {origins[0]}", getattr(flags, origins[0].removeprefix("--"))
+    origin = f"the run's {origins[0]}"
+    path = getattr(flags, origins[0].removeprefix("--"))
     tokenizer = model_checks.check_tokenizer(origin, path, flags, problems)
     conversation_form.find_template(origin, path, flags, tokenizer, problems)  # sets its EOS
     problems.exit_if_any()

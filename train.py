@@ -165,7 +165,8 @@ def build_launch(args: TrainArguments, step: int) -> Launch:
         variables["NUM_GPUS"] = str(args.num_gpus)
     if args.deployment_type == "multi_node":
         variables["HOSTFILE"] = str(Path(args.hostfile).absolute())
-    actor_stage, reward_stage = args.actor_zero_stage, args.reward_zero_stage
+    actor_stage = args.actor_zero_stage
+    reward_stage = args.reward_zero_stage
     stages = {"--zero_stage": reward_stage if step == 2 else actor_stage}
     if step == 3:
         variables["ACTOR_MODEL"] = str(step_folder(args, 1) / "export")

@@ -57,7 +57,9 @@ SHAPE = {"hidden_size": 256, "num_attention_heads": 32, "num_key_value_heads": 8
 SHAPE |= {"vocab_size": 128256, "tie_word_embeddings": True}
 NUM_ROWS, NUM_TOKENS = 2, 16  # of a micro-batch: counts do not depend on them
 MICRO = "sft: a micro-batch"
-SLOTS, PROMPT, ANSWERS = 8, 8, (17, 33)
+SLOTS = 8
+PROMPT = 8
+ANSWERS = (17, 33)
 
 
 class Traffic(NamedTuple):
@@ -97,7 +99,8 @@ def make_rollout(first: int) -> PackedBatch:
 
 def text_rows(first: int) -> list[dict[str, Any]]:
     """`NUM_ROWS` rows of text, as in steps 1 and 2."""
-    ids, start = [4 + i % 4 for i in range(NUM_TOKENS)], {"margin": 0.0}
+    ids = [4 + i % 4 for i in range(NUM_TOKENS)]
+    start = {"margin": 0.0}
     start |= {"chosen_response_start": 4, "rejected_response_start": 4}
     rejected = [*ids[:6], 9, *ids[7:-3]]
     row = {"input_ids": ids, "loss_mask": [True] * NUM_TOKENS, "chosen_ids": ids, "rejected_ids": rejected}
@@ -108,7 +111,8 @@ def build_steps(kind: str, stage: int = 1, dtype: str = "bf16", **shape: Any) ->
     """{name: function that runs an optimizer step, or scores, n micro-batches} for a policy or a value model
     by `kind`; a context with a pretended GPU.
     """
-    config, is_policy = small_llama_config(num_labels=1, **shape), kind == "policy"
+    config = small_llama_config(num_labels=1, **shape)
+    is_policy = kind == "policy"
     torch.manual_seed(0)
     model = (LlamaForCausalLM if is_policy else LlamaForSequenceClassification)(config).to(DTYPES[dtype])
     if is_policy:
@@ -175,7 +179,8 @@ def count_decoding(shape: dict[str, Any]) -> dict[str, Traffic]:
 def main() -> None:
     """Count, print a row for each, and the last line."""
     args = begin(__doc__)
-    shape, rows = (TINY if args.quick else SHAPE), []
+    shape = TINY if args.quick else SHAPE
+    rows = []
     for layers in (1, 2):
         sized = shape | {"num_hidden_layers": layers}
         rows.append(count_training(sized) | count_decoding(sized))

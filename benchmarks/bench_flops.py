@@ -49,9 +49,12 @@ from common.ranks.step_costs import COSTS
 from step2_reward.answer_scores import SIDES
 from step3_ppo.ppo_trainer import PPOTrainer
 
-NUM_ROWS, NUM_PROMPTS, NUM_SAMPLES = 32, 4, 8
+NUM_ROWS = 32
+NUM_PROMPTS = 4
+NUM_SAMPLES = 8
 QUICK_ROWS, QUICK_PROMPTS = 16, 2
-MAX_PROMPT, MAX_RESPONSE = bench_ppo_step.MAX_PROMPT, bench_ppo_step.MAX_RESPONSE
+MAX_PROMPT = bench_ppo_step.MAX_PROMPT
+MAX_RESPONSE = bench_ppo_step.MAX_RESPONSE
 KEYS_AT_ONCE = 512  # that torch's attention of a CPU multiplies queries with, later ones among them
 
 Read = tuple[list[int], set[int]]  # a sequence's token ids, and the positions that something reads
@@ -90,11 +93,13 @@ def build_counter() -> FlopCounterMode:
 @contextmanager
 def counted_phases() -> Iterator[Counter]:
     """Context that yields the FLOPs of each phase's clock; those outside a phase have the key None."""
-    done, clock = Counter(), COSTS.clock
+    done = Counter()
+    clock = COSTS.clock
 
     @contextmanager
     def counting_clock(name: str) -> Iterator[None]:
-        is_outer, before = not COSTS._running, counter.get_total_flops()
+        is_outer = not COSTS._running
+        before = counter.get_total_flops()
         with clock(name):
             yield
         if is_outer:
@@ -154,7 +159,8 @@ def phase_row(
     config: LlamaConfig, done: int, passes: Iterable[Groups], *, is_policy: bool, is_trained: bool
 ) -> dict[str, int]:
     """FLOPs of a phase, done and needed; `passes` are those over its rows."""
-    head_rows, factor = VOCABULARY if is_policy else 1, 3 if is_trained else 1
+    head_rows = VOCABULARY if is_policy else 1
+    factor = 3 if is_trained else 1
     needed = sum(factor * forward_flops(config, Work.of(groups), head_rows) for groups in passes)
     if done < needed:
         raise RuntimeError(f"{done} FLOPs were counted, and {needed} are needed: products were not seen")
@@ -186,7 +192,8 @@ def count_training(section: str, folder: str, config: LlamaConfig, num_rows: int
     """The table row of a pass with a single phase."""
     rows = (sft_rows if section == "sft" else pair_rows)(num_rows, seed=1)
     run = bench_train.our_pass(section, rows, folder, is_packed=True)
-    passes, train_step = [], single_model.Trainer.train_step
+    passes = []
+    train_step = single_model.Trainer.train_step
 
     def record(trainer: Any, step: int, micro_batches: list[PackedBatch]) -> None:
         passes.append([group for batch in micro_batches for group in row_groups(section, batch)])

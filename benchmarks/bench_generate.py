@@ -53,10 +53,13 @@ from common.models.model_flops import ModelFlops
 from common.ranks import distributed
 
 VOCABULARY, PAD = 8192, 0
-NUM_PROMPTS, PROMPT_TOKENS, FIXED_TOKENS = 64, (8, 64), 32
+NUM_PROMPTS = 64
+PROMPT_TOKENS = (8, 64)
+FIXED_TOKENS = 32
 QUICK_PROMPTS, QUICK_TOKENS = 8, 16
 COPIED_BYTES = (2**28, 2**24)  # the second with --quick
-BATCH_SIZES, SLOTS = (8, 16, 32, 64), (16, 64)
+BATCH_SIZES = (8, 16, 32, 64)
+SLOTS = (16, 64)
 PAGE_TOKENS, PASS_TOKENS = 32, 512  # of continuous batching
 
 
@@ -188,7 +191,8 @@ def compare(model: Any, work: Workload, num_runs: int, title: str, *, with_deeps
         ways[f"ours, {slots} slots"] = partial(timed, run_ours, generator, work)
     rates = measure(ways, work, num_runs)
     results = {"rates": rates, "ratio": print_rates(title, rates, "generate")}
-    shares, lengths = PeakShares(), (work.prompt_mask.sum(1).cpu(), work.lengths.cpu())
+    shares = PeakShares()
+    lengths = (work.prompt_mask.sum(1).cpu(), work.lengths.cpu())
     flops = ModelFlops(model, model.lm_head).of_generation(*lengths, num_samples=1) / int(lengths[1].sum())
     for name, rate in rates.items():
         shares.add(name, flops * rate["median"])
@@ -197,7 +201,8 @@ def compare(model: Any, work: Workload, num_runs: int, title: str, *, with_deeps
 
 def run_single(model: Any, work: Workload, num_runs: int, *, is_quick: bool) -> dict[str, Any]:
     """Our rate for the first prompt alone, and the share of copy bandwidth at which it reads weights."""
-    generator, one = Generator(share_weights(model), num_slots=1), work.part(slice(0, 1))
+    generator = Generator(share_weights(model), num_slots=1)
+    one = work.part(slice(0, 1))
     rates = measure({"ours, one prompt": partial(timed, run_ours, generator, one)}, one, num_runs)
     bandwidth = copy_bandwidth(COPIED_BYTES[is_quick], distributed.device())
     num_bytes = sum(weight.nbytes for weight in model.parameters())  # the embeddings are the output head

@@ -46,7 +46,9 @@ from common.ranks import distributed
 from tools.memory_plan import MemoryPlan
 from tools.planned_run import known_config
 
-BATCH_SIZES, PROMPT_TOKENS, NEW_TOKENS = (1, 8, 16, 32), 256, 128
+BATCH_SIZES = (1, 8, 16, 32)
+PROMPT_TOKENS = 256
+NEW_TOKENS = 128
 COPIED_BYTES = 2**30
 TINY = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_hidden_layers": 2}
 TINY |= {"num_attention_heads": 4, "vocab_size": VOCABULARY}

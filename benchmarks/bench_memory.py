@@ -47,8 +47,10 @@ TRL_WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "sft": {"trl": {"batch_size": ROWS}, "trl_labels_only": {"batch_size": ROWS, "labels_only": True}},
     "reward": {"trl": {"batch_size": ROWS}, "trl_accumulating": {"batch_size": 1, "accumulation": ROWS}},
 }
-LENGTHS, VOCABULARIES = (256, 512, 1024), (8192, 32000, 128000)
-QUICK_LENGTHS, QUICK_VOCABULARIES = (64,), (8192,)
+LENGTHS = (256, 512, 1024)
+VOCABULARIES = (8192, 32000, 128000)
+QUICK_LENGTHS = (64,)
+QUICK_VOCABULARIES = (8192,)
 MIB = 2**20
 
 
@@ -56,7 +58,8 @@ def our_peak(task: str, length: int, vocabulary: int) -> int:
     """Peak bytes of our step in this process, which must be a new one."""
     model_class, build_rows = LlamaForCausalLM, memory_rows
     if task == "reward":
-        model_class, build_rows = LlamaForSequenceClassification, memory_pairs
+        model_class = LlamaForSequenceClassification
+        build_rows = memory_pairs
     startup.quiet_libraries()
     distributed.start()
     torch.manual_seed(0)

@@ -52,7 +52,11 @@ from step3_ppo.checks import PPOStart
 from step3_ppo.policy_losses import build_policy_loss
 from step3_ppo.rewards.reward_specs import RewardSpec
 
-NUM_PROMPTS, NUM_SAMPLES, MAX_PROMPT, MAX_RESPONSE, PPO_EPOCHS = 16, 8, 256, 64, 4
+NUM_PROMPTS = 16
+NUM_SAMPLES = 8
+MAX_PROMPT = 256
+MAX_RESPONSE = 64
+PPO_EPOCHS = 4
 
 
 def our_step(
@@ -86,10 +90,8 @@ def our_step(
     trainer = build_trainer(start, 10**6, batches)
     trainer.logger.open()
     data = StageData(prompts, prompts, DataReport())
-    run, steps = (
-        Run(args, start.earlier, trainer.logger, data, {}, {}, steps_per_epoch=1),
-        iter(range(1, 10**6)),
-    )
+    run = Run(args, start.earlier, trainer.logger, data, {}, {}, steps_per_epoch=1)
+    steps = iter(range(1, 10**6))
     return lambda: trainer.train_step(next(steps), run)
 
 
@@ -154,11 +156,13 @@ def main() -> None:
                 stack.enter_context(peer)
                 ways[name] = lambda name=name, peer=peer: peer_turn(peer, tokens[name])
         rates = take_turns(ways, args.runs)
-    title, peer = f"a whole {args.algorithm.upper()} step", "trl" if args.trl_python else other
+    title = f"a whole {args.algorithm.upper()} step"
+    peer = "trl" if args.trl_python else other
     print_rates(title, rates, peer, "seconds", is_lower_better=True)
     for name in rates:
         print(f"{name}: {statistics.fmean(tokens[name]):.1f} response tokens a step")
-    facts, names = shares.facts(), {"trl": args.algorithm, "labels only": "grpo_labels_only"}
+    facts = shares.facts()
+    names = {"trl": args.algorithm, "labels only": "grpo_labels_only"}
     ratios = {
         names[name]: round(rate["median"] / rates["ours"]["median"], 4)
         for name, rate in rates.items()

@@ -45,14 +45,18 @@ from tools.memory_plan import MemoryPlan
 
 SIZES = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
 SIZES |= {"num_key_value_heads": 8}
-RANK, NUM_PROMPTS, MAX_PROMPT, MAX_RESPONSE = 8, 4, 64, 32
+RANK = 8
+NUM_PROMPTS = 4
+MAX_PROMPT = 64
+MAX_RESPONSE = 32
 ROLES = ("actor", "critic", "reward")
 MIB = 2**20
 
 
 def save_adapters(folder: Path, sizes: dict[str, int], *, is_shared: bool) -> dict[str, str]:
     """Folder of each role's adapter; all of one base, or each of a separate base."""
-    tokenizer, lora = build_tokenizer(), LoraOptions(RANK)
+    tokenizer = build_tokenizer()
+    lora = LoraOptions(RANK)
     for role in ROLES:
         base = folder / ("base" if is_shared else f"{role}_base")
         if not base.exists():

@@ -92,7 +92,8 @@ def build_ours(
 
     `num_tokens` is the tokenizer's length. The reference of DPO and KTO has already been computed.
     """
-    is_sft, has_reference = section == "sft", section in ("dpo", "kto")
+    is_sft = section == "sft"
+    has_reference = section in ("dpo", "kto")
     load = training_loop.load_ranker if section == "reward" else training_loop.load_policy
     defaults = {"dtype": "fp32", "learning_rate": 1e-5, "lr_scheduler_type": "constant"}
     defaults |= {"per_device_train_batch_size": ROWS_PER_STEP, "packed": bool(is_packed)}

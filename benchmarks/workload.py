@@ -40,7 +40,8 @@ FIRST_ID = 4  # smaller ids are the special ones
 MAX_TOKENS = 512  # of prompt and response
 MAX_PROMPT, MAX_RESPONSE = 400, 256
 PROMPT = (75, 0.95)  # median, sigma of the logarithm
-CHOSEN, REJECTED = (28, 0.90), (36, 0.93)
+CHOSEN = (28, 0.90)
+REJECTED = (36, 0.93)
 PAIR_CORRELATION = 0.3
 WARM_UP_TOKENS = 8  # of a row of the step before the one whose memory is measured
 # Above what the layers add: p spreads by 3.5 %; by 11 % at 1, and at 0.3 it is no constant.
@@ -115,7 +116,8 @@ def memory_rows(n: int, num_tokens: int, vocabulary: int) -> list[dict[str, Any]
 
 def memory_pairs(n: int, num_tokens: int, vocabulary: int) -> list[dict[str, Any]]:
     """Rows like those of `pair_rows`, all sequences of one length, a third of it the common prompt."""
-    rows, pairs = memory_rows(2 * n, num_tokens, vocabulary), []
+    rows = memory_rows(2 * n, num_tokens, vocabulary)
+    pairs = []
     for chosen, rejected in zip(rows[:n], rows[n:], strict=True):
         start = chosen["loss_mask"].index(1)
         pair = {"chosen_ids": chosen["input_ids"], "chosen_response_start": start, "margin": 0.0}
@@ -137,7 +139,8 @@ def build_policy(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
     """A random model that ends its responses with probability EOS_PROBABILITY at every token."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config).eval()
-    log_odds, weights = math.log(EOS_PROBABILITY / (1 - EOS_PROBABILITY)), []
+    log_odds = math.log(EOS_PROBABILITY / (1 - EOS_PROBABILITY))
+    weights = []
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 0] = SHARED_ENTRY
         head = model.lm_head.weight

@@ -79,7 +79,8 @@ def find_programs() -> list[Program]:
     for command, place in PROGRAMS.items():
         name, _, kind = place.rpartition(".")
         module = importlib.import_module(name)
-        purpose, file = module.__doc__.splitlines()[0], Path(module.__file__)
+        purpose = module.__doc__.splitlines()[0]
+        file = Path(module.__file__)
         programs.append(Program(command, getattr(module, kind), purpose, file))
     return programs
 

@@ -15,7 +15,9 @@ from common.ranks import distributed
 class SFTTrainer(Trainer):
     """Trains a model by the token mean over global batches."""
 
-    kind, columns, fact = "sft", ("loss", "learning_rate", "grad_norm"), "eval_perplexity"
+    kind = "sft"
+    columns = ("loss", "learning_rate", "grad_norm")
+    fact = "eval_perplexity"
 
     def compute_sums(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Negative log-likelihood summed over the targets, and a mixture's router loss."""

@@ -57,7 +57,8 @@ def find_others(prompts: list[int]) -> list[int]:
     if len(set(prompts)) < 2:
         return others
     for i in reversed(range(2 * count)):  # twice: the last rows look on from the first
-        here, after = i % count, (i + 1) % count
+        here = i % count
+        after = (i + 1) % count
         others[here] = others[after] if prompts[here] == prompts[after] else after
     return others
 
@@ -65,8 +66,10 @@ def find_others(prompts: list[int]) -> list[int]:
 class KTOTrainer(Trainer):
     """Trains a policy by the KTO loss."""
 
-    kind, columns = "kto", ("loss", "kl", "accuracy", "desirable_reward", "undesirable_reward")
-    sides, trained_sides = SIDES, (ANSWER,)
+    kind = "kto"
+    columns = ("loss", "kl", "accuracy", "desirable_reward", "undesirable_reward")
+    sides = SIDES
+    trained_sides = (ANSWER,)
     baseline: torch.Tensor  # scalar, of the step
 
     def compute_logprobs(self, batch: PackedBatch, *sides: str) -> torch.Tensor:
@@ -112,7 +115,8 @@ class KTOTrainer(Trainer):
         (labels,) = to_device([batch.numbers("label")], distributed.device())
         log_ratios = self.compute_log_ratios(batch, ANSWER)
         losses = self.compute_losses(log_ratios, labels, self.baseline)
-        ratios, is_good = log_ratios.detach(), labels == 1
+        ratios = log_ratios.detach()
+        is_good = labels == 1
         loss, more = add_router_loss(self.engine, losses.sum(), batch, self.count)
         return loss, more | {
             "kl": self.baseline * len(batch),
@@ -130,7 +134,8 @@ class KTOTrainer(Trainer):
             ratios = [self.compute_log_ratios(batch, side).cpu() for side in SIDES]
             own.append(torch.stack([*ratios, batch.numbers("label").float()], dim=1)[is_real])
         log_ratios, mismatched, labels = gather_rows(own).T
-        kl, is_good = kto_baseline(mismatched), labels == 1
+        kl = kto_baseline(mismatched)
+        is_good = labels == 1
         rewards = {"desirable": log_ratios[is_good], "undesirable": log_ratios[~is_good]}
         return {
             "loss": float(self.compute_losses(log_ratios, labels, kl).mean()),

@@ -61,7 +61,8 @@ def first_difference(
     ids (N, T), lengths (N,). If one is a prefix of the other they differ at the end of the shorter one.
     """
     positions = torch.arange(chosen_ids.shape[1], device=chosen_ids.device)
-    is_chosen, is_rejected = positions < chosen_lengths[:, None], positions < rejected_lengths[:, None]
+    is_chosen = positions < chosen_lengths[:, None]
+    is_rejected = positions < rejected_lengths[:, None]
     differs = (is_chosen != is_rejected) | (is_chosen & is_rejected & (chosen_ids != rejected_ids))
     longer = torch.maximum(chosen_lengths, rejected_lengths)
     return torch.where(differs, positions, longer[:, None]).amin(1)
@@ -166,7 +167,8 @@ def accuracy_figures(differences: torch.Tensor) -> dict[str, float]:
 
     differences (N,): chosen minus rejected. Raises ValueError without pairs.
     """
-    accuracy, num_pairs = float(wins(differences).mean().float()), len(differences)
+    accuracy = float(wins(differences).mean().float())
+    num_pairs = len(differences)
     rate = wilson_interval(accuracy * num_pairs, num_pairs)
     return {"accuracy": accuracy, "accuracy_low": rate.low, "accuracy_high": rate.high, "pairs": num_pairs}
 

@@ -72,8 +72,10 @@ def judge_pairs(
     parts = [part for rank_parts in distributed.gather_objects(own) for part in rank_parts]
     columns = [torch.cat(column) for column in zip(*parts, strict=True)]
     chosen_lengths, rejected_lengths, chosen, rejected, *loss = columns
-    scores, lengths = torch.cat([chosen, rejected]), torch.cat([chosen_lengths, rejected_lengths])
-    differences, longer = chosen - rejected, chosen_lengths - rejected_lengths
+    scores = torch.cat([chosen, rejected])
+    lengths = torch.cat([chosen_lengths, rejected_lengths])
+    differences = chosen - rejected
+    longer = chosen_lengths - rejected_lengths
     return {
         **({"loss": float(loss[0].mean())} if loss else {}),
         **accuracy_figures(differences),

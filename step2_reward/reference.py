@@ -90,7 +90,8 @@ def compute_reference(trainer: Any, pairs: ReferencePairs, rows: Sequence[int]) 
     trainer.engine.eval()
     lengths = pairs.lengths(f"{trainer.sides[0]}_ids")
     in_order = sorted(rows, key=lambda row: (lengths[row], row))  # less padding
-    size, rank = trainer.args.per_device_eval_batch_size, distributed.rank()
+    size = trainer.args.per_device_eval_batch_size
+    rank = distributed.rank()
     computed = torch.zeros_like(pairs.logprobs, dtype=torch.float64)
     for first in range(0, len(in_order), size * distributed.world_size()):
         own_rows = in_order[first + rank * size :][:size]

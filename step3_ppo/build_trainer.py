@@ -61,7 +61,9 @@ def build_trainer(
     pretraining: GlobalBatches | None = None,
 ) -> PPOTrainer:
     """Load the models and build the PPO trainer. Every rank must call this."""
-    args, algorithm, specs = start.args, start.algorithm, start.rewards
+    args = start.args
+    algorithm = start.algorithm
+    specs = start.rewards
     num_updates = num_steps * args.updates_per_step
     roles = build_roles(
         args,

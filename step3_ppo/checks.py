@@ -197,7 +197,8 @@ def check_evaluation(
 
 def check_algorithm(args: PPOArguments, algorithm: Algorithm, problems: Problems) -> None:
     """Add the problems of flags that the algorithm requires or does not support."""
-    name, rounds = f"--algorithm {algorithm.name}", args.dynamic_sampling_rounds
+    name = f"--algorithm {algorithm.name}"
+    rounds = args.dynamic_sampling_rounds
     compares_responses = {
         name: algorithm.needs_group,
         f"--adv_norm {args.adv_norm}": args.adv_norm.startswith("group"),
@@ -223,7 +224,8 @@ def check_algorithm(args: PPOArguments, algorithm: Algorithm, problems: Problems
 
 def check_teacher(args: PPOArguments, algorithm: Algorithm, problems: Problems) -> None:
     """Add the problems of flags that require a teacher or do not support one."""
-    name, teacher = f"--algorithm {algorithm.name}", args.teacher_model_name_or_path
+    name = f"--algorithm {algorithm.name}"
+    teacher = args.teacher_model_name_or_path
     if not algorithm.needs_teacher:
         problems.add_if(
             teacher,
@@ -289,7 +291,8 @@ def doubts_about_rewards(args: PPOArguments, rewards: list[RewardSpec]) -> list[
     lines = []
     for path in dict.fromkeys(spec.target for spec in rewards if spec.kind == "model"):
         metadata = read_metadata(path)
-        figures, template = metadata.get("eval", {}), metadata.get("template") or args.template
+        figures = metadata.get("eval", {})
+        template = metadata.get("template") or args.template
         if {"accuracy", "pairs"} <= figures.keys():
             rate = wilson_interval(figures["accuracy"] * figures["pairs"], figures["pairs"])
             if rate.low < MIN_REWARD_ACCURACY:

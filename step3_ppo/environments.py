@@ -100,8 +100,11 @@ class Environments:
         self, target: str, template: Template, decode: Callable[[Any], str], max_prompt_tokens: int
     ) -> None:
         """`decode` leaves special tokens out. Raises ValueError, see `import_environment`."""
-        self.target, self.kind = target, import_environment(target)
-        self.template, self.decode, self.max_prompt_tokens = template, decode, max_prompt_tokens
+        self.target = target
+        self.kind = import_environment(target)
+        self.template = template
+        self.decode = decode
+        self.max_prompt_tokens = max_prompt_tokens
         self.max_turns = getattr(self.kind, "max_turns", DEFAULT_MAX_TURNS)
         self.first_failure = ""
 
@@ -111,12 +114,15 @@ class Environments:
         A conversation that cannot begin has failed, and its row's own prompt is answered where no other of
         the group gives one.
         """
-        conversations, all_ids, texts = [], [], []
+        conversations = []
+        all_ids = []
+        texts = []
         fields = map(json.loads, prompts.texts("row_fields"))
         chats = map(json.loads, prompts.texts("messages"))
         own = (prompts.texts(ROW_IDS), prompts.texts("prompt_texts"), prompts.sequences("prompt_ids"))
         for of_row, chat, row_id, text, ids in zip(fields, chats, *own, strict=True):
-            row, token_ids = of_row | {"messages": chat}, ids.tolist()
+            row = of_row | {"messages": chat}
+            token_ids = ids.tolist()
             group = [self._begin(row, row_id) for _ in range(num_samples)]
             messages = next((c.messages for c in group if not math.isnan(c.score)), chat)
             for conversation in group:

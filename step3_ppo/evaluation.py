@@ -52,14 +52,16 @@ def choose_prompts(
     """
     if not args.eval_prompts:
         return [], ""
-    held_out, where = data.eval, "held-out"
+    held_out = data.eval
+    where = "held-out"
     if args.eval_data_path:
         options = replace(options, data_path=args.eval_data_path, data_split="0,0,1", eval_fraction=0.0)
         try:
             own = build_data(options, template)
         except ValueError as error:
             raise ValueError(str(error).replace("--data_path", "--eval_data_path")) from error
-        held_out, where = own.eval if len(own.eval) else own.train, "--eval_data_path's"
+        held_out = own.eval if len(own.eval) else own.train
+        where = "--eval_data_path's"
     seen = {row["prompt_text"] for row in data.train} if len(held_out) else set()
     rows: list[dict[str, Any]] = []
     for index in torch.randperm(len(held_out), generator=torch.Generator().manual_seed(args.seed)).tolist():
@@ -116,7 +118,8 @@ def win_rate(name: str, wins: float, num_prompts: int) -> dict[str, float]:
     """The rate and its 95 % interval (Wilson), by log name; {} without prompts."""
     if not num_prompts:
         return {}
-    rate, key = wilson_interval(wins, num_prompts), f"eval/win_rate{name}"
+    rate = wilson_interval(wins, num_prompts)
+    key = f"eval/win_rate{name}"
     return {key: rate.value, f"{key}_low": rate.low, f"{key}_high": rate.high}
 
 
@@ -160,7 +163,10 @@ class Evaluation:
         steps_per_epoch: int,
     ) -> None:
         """`rows` (W,) are of `build_data`, the same ones on every rank."""
-        self.args, self.rollout, self.logger, self.rows = args, rollout, logger, rows
+        self.args = args
+        self.rollout = rollout
+        self.logger = logger
+        self.rows = rows
         self.clock = IntervalClock(args.eval_interval, steps_per_epoch)
         self.step = -1  # of the last evaluation
         self.metrics: dict[str, float] = {}  # its numbers
@@ -201,7 +207,8 @@ class Evaluation:
 
         Training is not affected. Every rank must call this. Raises StepRefused if a reward fails.
         """
-        batch, scores = self._answer(step), self.rollout.scores
+        batch = self._answer(step)
+        scores = self.rollout.scores
         has_score = scores.counts(batch)
         checks = [spec.name for spec in scores.specs if spec.kind in VERIFIABLE]
         metrics = measure(batch.select(has_score.nonzero()[:, 0]), checks)

@@ -49,7 +49,8 @@ EXPORT_BEST = "export_best"
 
 def topology_lines(args: PPOArguments, roles: Roles) -> list[str]:
     """Description of the rank topology, of runs on several ranks only."""
-    num_ranks, critic = distributed.world_size(), f", critic {args.critic_zero_stage}" if roles.critic else ""
+    num_ranks = distributed.world_size()
+    critic = f", critic {args.critic_zero_stage}" if roles.critic else ""
     line = (
         f"{num_ranks} ranks share every batch and the ZeRO stages (actor {args.actor_zero_stage}{critic}); "
     )
@@ -59,7 +60,8 @@ def topology_lines(args: PPOArguments, roles: Roles) -> list[str]:
 
 def build_run(start: PPOStart, trainer: PPOTrainer, prompts: GlobalBatches, data: StageData) -> Run:
     """Build the Run that checkpoints every stateful component. Every rank must call this."""
-    args, roles = start.args, trainer.roles
+    args = start.args
+    roles = trainer.roles
     samples = args.samples_per_update * distributed.world_size()
     rows = {
         "--per_device_generation_batch_size x --generation_batches": prompts.order.global_rows,
@@ -102,7 +104,9 @@ def judge_and_export(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
 
     Every rank must call this. Raises TooManyBadSteps with the state saved.
     """
-    args, evaluation, step = start.args, trainer.evaluation, run.step
+    args = start.args
+    evaluation = trainer.evaluation
+    step = run.step
     if evaluation is None or not evaluation.is_due(step, run.logger.num_steps):
         return
     try:

@@ -88,7 +88,8 @@ def summarise_scores(batch: PackedBatch, scores: Scorer) -> dict[str, float]:
     several = keys if len(keys) > 1 else []
     metrics = {}
     for key in several:
-        one, name = gathered[key], key.removeprefix(PREFIX)
+        one = gathered[key]
+        name = key.removeprefix(PREFIX)
         is_scored = ~(one.isnan() | gathered["scores"].isnan())  # failures that are borne, or masked
         if bool(is_scored.any()):
             metrics[f"objective/score_{name}"] = float(one[is_scored].mean())
@@ -110,7 +111,8 @@ def summarise_turns(batch: PackedBatch) -> dict[str, float]:
     """
     if NUM_TURNS not in batch.data:
         return {}
-    failed, turns = batch.numbers(PREFIX + KIND).isnan(), batch.numbers(NUM_TURNS)
+    failed = batch.numbers(PREFIX + KIND).isnan()
+    turns = batch.numbers(NUM_TURNS)
     gathered = gather_numbers(batch, failed=failed, turns=turns.double())
     return {
         "rollout/turns": float(gathered["turns"].mean()),
@@ -129,7 +131,8 @@ def distinct_ngrams(sequences: Sequence[torch.Tensor], n: int) -> float:
     codes = torch.zeros(len(grams), dtype=torch.int64)
     for column in grams.unbind(1):
         codes = codes * 1_000_003 + column  # 64 bits: another n-gram has the same number as good as never
-    unique, num_ranks = codes.unique(), distributed.world_size()
+    unique = codes.unique()
+    num_ranks = distributed.world_size()
     owners = unique % num_ranks  # each rank counts its share of them
     parts = distributed.all_to_all([unique[owners == rank] for rank in range(num_ranks)])
     num_unique, num_grams = distributed.reduce_sum(

@@ -83,7 +83,8 @@ def find_policy_loss(text: str) -> tuple[PolicyLoss, dict[str, float]]:
     Raises ValueError if the name or an option is unknown, or an option's value is not a number.
     """
     name, options_text = re.fullmatch(r"(.*?)(?::([^:=]+=[^:]*))?", text).groups(default="")
-    loss, options = POLICY_LOSSES.find(name), {}
+    loss = POLICY_LOSSES.find(name)
+    options = {}
     for option in filter(None, options_text.split(",")):
         key, _, value = option.partition("=")
         try:
@@ -147,7 +148,8 @@ def clipped_surrogate(
     where the advantage would move it further. `dual_clip` above 1 bounds the loss of a negative advantage by
     -A `dual_clip` (arXiv:1912.09729); 0: no bound.
     """
-    low, high = 1 - clip_range[0], 1 + clip_range[1]
+    low = 1 - clip_range[0]
+    high = 1 + clip_range[1]
     losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
     ratio = ratio.detach()
     sides = {"high": (advantages > 0) & (ratio > high), "low": (advantages < 0) & (ratio < low)}
@@ -191,6 +193,8 @@ def cispo(tokens: LossTokens, clip_range: ClipRange) -> Losses:
     Every token keeps its gradient, clipped or not. A lower range of 1 means no lower bound. CISPO,
     arXiv:2506.13585 eq. 4 and 5.
     """
-    ratio, low, high = tokens.log_ratio().detach().exp(), 1 - clip_range[0], 1 + clip_range[1]
+    ratio = tokens.log_ratio().detach().exp()
+    low = 1 - clip_range[0]
+    high = 1 + clip_range[1]
     losses = -ratio.clamp(low, high) * tokens.advantages * tokens.new_logprobs
     return losses, _clip_fractions({"high": tokens.mask & (ratio > high), "low": tokens.mask & (ratio < low)})

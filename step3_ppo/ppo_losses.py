@@ -42,7 +42,10 @@ class PPOLosses:
         pretraining: GlobalBatches | None = None,
     ) -> None:
         """`policy_loss` is of `build_policy_loss`; `pretraining` is text for the unsupervised loss."""
-        self.args, self.roles, self.kl, self.pretraining = args, roles, kl, pretraining
+        self.args = args
+        self.roles = roles
+        self.kl = kl
+        self.pretraining = pretraining
         self.policy_loss = policy_loss
         self.correction = find_correction(args)
 
@@ -65,7 +68,8 @@ class PPOLosses:
             return {}
         if self.roles.critic:
             gradients["value"] = self.compute_critic_gradients(micro_batches)
-        means, gap = {NUM_TOKENS: num_tokens}, gradients["policy"].means["policy/logprob_gap"]
+        means = {NUM_TOKENS: num_tokens}
+        gap = gradients["policy"].means["policy/logprob_gap"]
         doubt = (
             f"sampler and trainer differ by {gap:.2g} nats a token, and --old_logprobs strict allows "
             f"{max_gap}; --old_logprobs auto recomputes what the sampler says"
@@ -100,11 +104,13 @@ class PPOLosses:
             return compute_gradients(self.roles.critic.model, terms)
 
     def _text_term(self) -> LossTerm:
-        texts, weight = next(self.pretraining), self.args.unsup_coef
+        texts = next(self.pretraining)
+        weight = self.args.unsup_coef
         return LossTerm("policy/unsup_loss", texts, self._pretraining_sums, count_targets, weight)
 
     def _policy_sums(self, batch: PackedBatch) -> Sums:
-        args, actor = self.args, self.roles.actor
+        args = self.args
+        actor = self.roles.actor
         on_device = with_rows(batch).to(distributed.device())
         data = on_device.data
         stats: dict[str, Stat] = {}
@@ -116,7 +122,8 @@ class PPOLosses:
             stats = mean_weights(weights)
         tokens = loss_tokens(data, len(batch), logprobs, entropies)
         losses, of_loss = self.policy_loss(tokens)
-        mask, losses = tokens.mask, losses * tokens.weights
+        mask = tokens.mask
+        losses = losses * tokens.weights
         if args.kl_in == "loss":
             kl = kl_loss_terms(logprobs, data["ref_logprobs"], mask, args.kl_estimator)
             losses = losses + self.kl.coef * kl
@@ -124,7 +131,8 @@ class PPOLosses:
         if args.entropy_coef:
             losses = losses - args.entropy_coef * tokens.entropies
         with torch.no_grad():
-            num_counted, log_ratio = mask.sum(), tokens.log_ratio()
+            num_counted = mask.sum()
+            log_ratio = tokens.log_ratio()
             of_tokens = of_loss | {
                 "entropy": entropies,
                 "approx_kl": kl_estimate(-log_ratio, torch.zeros_like(log_ratio), "k3"),
@@ -141,15 +149,19 @@ class PPOLosses:
         self, batch: PackedBatch, data: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, Sums]:
         """Log-probabilities and entropies of the response tokens, and what a teacher adds to the sums."""
-        actor, args = self.roles.actor, self.args
+        actor = self.roles.actor
+        args = self.args
         if not args.teacher_model_name_or_path:
             return *actor.compute_logprobs(batch, with_entropy=True), (0.0, {})
-        mask, weights, ref_logprobs = data["loss_mask"], data["loss_weights"], data["ref_logprobs"]
+        mask = data["loss_mask"]
+        weights = data["loss_weights"]
+        ref_logprobs = data["ref_logprobs"]
         beta = divergence_beta(args)
         if beta is None:
             logprobs, entropies = actor.compute_logprobs(batch, with_entropy=True)
             divergences = logprobs.detach() - ref_logprobs
-            total, added = (divergences * weights).sum(), 0.0  # the advantages have it
+            total = (divergences * weights).sum()
+            added = 0.0  # it is in the advantages
         else:
             logprobs, entropies, total, divergences = actor.compute_divergence(
                 batch, self.roles.reference, beta, weights
@@ -165,7 +177,8 @@ class PPOLosses:
         return logprobs, entropies, (added, stats)
 
     def _value_sums(self, batch: PackedBatch) -> Sums:
-        critic, data = self.roles.critic, batch.to(distributed.device()).data
+        critic = self.roles.critic
+        data = batch.to(distributed.device()).data
         values, _ = critic.compute_values(batch)
         loss, is_clipped = value_loss_terms(
             values,

@@ -66,7 +66,8 @@ def generalized_advantages(
     were cut short. GAE, arXiv:1506.02438 eq. 16: A_t = delta_t + gamma lambda A_t+1, delta_t = r_t + gamma
     V_t+1 - V_t.
     """
-    rewards, values = rewards.double(), values.double()
+    rewards = rewards.double()
+    values = values.double()
     advantages = torch.zeros_like(values)
     next_value = values.new_zeros(len(values)) if bootstrap_values is None else bootstrap_values.double()
     next_advantage = torch.zeros_like(next_value)
@@ -209,7 +210,8 @@ def constant_groups(scores: torch.Tensor, group_ids: torch.Tensor, is_scored: to
     algorithm nothing (dynamic sampling, DAPO, arXiv:2503.14476).
     """
     _, rows, sizes = group_ids.unique(return_inverse=True, return_counts=True)  # (B,), (G,)
-    lowest, highest = scores.new_full((len(sizes),), torch.inf), scores.new_full((len(sizes),), -torch.inf)
+    lowest = scores.new_full((len(sizes),), torch.inf)
+    highest = scores.new_full((len(sizes),), -torch.inf)
     lowest.scatter_reduce_(0, rows, torch.where(is_scored, scores, torch.inf), "amin")
     highest.scatter_reduce_(0, rows, torch.where(is_scored, scores, -torch.inf), "amax")
     return (lowest >= highest)[rows]
@@ -256,7 +258,9 @@ class KLController:
 
     def __init__(self, init_coef: float, target: float = 0.0, horizon: int = 10_000) -> None:
         """`target` is in nats a response; 0: the coefficient is fixed. `horizon` is a number of responses."""
-        self.coef, self.target, self.horizon = init_coef, target, horizon
+        self.coef = init_coef
+        self.target = target
+        self.horizon = horizon
 
     def state_dict(self) -> dict[str, float]:
         """What a resumed run needs."""

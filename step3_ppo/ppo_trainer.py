@@ -49,11 +49,18 @@ class PPOTrainer:
     ) -> None:
         """`held_out` are prompts for evaluation."""
         args = losses.args
-        self.args, self.algorithm, self.rollout, self.roles = args, algorithm, rollout, rollout.roles
-        self.prompts, self.logger, self.losses = prompts, logger, losses
+        self.args = args
+        self.algorithm = algorithm
+        self.rollout = rollout
+        self.roles = rollout.roles
+        self.prompts = prompts
+        self.logger = logger
+        self.losses = losses
         self.kl_controller = losses.kl
         self.correction = losses.correction
-        self.value_normaliser, self.ema, self.evaluation = None, None, None
+        self.value_normaliser = None
+        self.ema = None
+        self.evaluation = None
         if algorithm.needs_critic and args.value_norm != "none":
             self.value_normaliser = ValueNormaliser(args.value_norm, args.value_norm_beta)
         if args.ema_decay:
@@ -135,7 +142,8 @@ class PPOTrainer:
             if self.args.rollout_staleness:
                 # The steps that the policy has made since it sampled a token, on average.
                 summary["rollout/staleness"] = step - 1 - float(step_mean(batch.data["versions"]))
-            share, first = summary.get("objective/failed_fraction"), self.rollout.scores.first_failure
+            share = summary.get("objective/failed_fraction")
+            first = self.rollout.scores.first_failure
             if share and step % self.logger.log_interval == 0:
                 text = f"{share:.1%} of the responses got no score of their own, the first failure: {first}"
                 self.logger.note(f"step {step}: {text}")
@@ -166,7 +174,8 @@ class PPOTrainer:
 
         Asserts that no token was sampled by a policy newer than this step's.
         """
-        now, versions = step - 1, batch.data["versions"]
+        now = step - 1
+        versions = batch.data["versions"]
         oldest, newest = (distributed.max_float(float(x)) for x in (-versions.min(), versions.max()))
         assert newest <= now, f"step {step} has tokens of a policy that has made {newest:.0f} steps"
         return -oldest == now
@@ -222,7 +231,8 @@ class PPOTrainer:
 
     def finish_step(self, current: OpenStep) -> dict[str, float]:
         """Log the step, update the controllers, write responses; return the step's metrics."""
-        step, args = current.step, self.args
+        step = current.step
+        args = self.args
         numbers = current.averages()
         if "policy/logprob_gap" in numbers:  # only the first update's is between sampler and trainer
             numbers["policy/logprob_gap"] = current.means["policy/logprob_gap"][0]
@@ -249,7 +259,9 @@ class PPOTrainer:
 
     def _write_responses(self, step: int, batch: PackedBatch) -> None:
         """Log the first responses of the step, and write all of them if --save_rollouts asks for it."""
-        args, ids, decode = self.args, gather_numbers(batch)["ids"].tolist(), self.rollout.scores.decode
+        args = self.args
+        ids = gather_numbers(batch)["ids"].tolist()
+        decode = self.rollout.scores.decode
         shown = list(metrics.response_rows(batch, ids[:2], decode))
         for row in shown:
             self.logger.sample(step, **row)

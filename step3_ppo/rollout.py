@@ -44,7 +44,9 @@ class Rollout:
         """`needs_greedy`: each prompt also has a greedy response, which is scored but is not a row of a
         batch.
         """
-        self.args, self.roles, self.scores = args, roles, scores
+        self.args = args
+        self.roles = roles
+        self.scores = scores
         self.environments = scores.environments
         most = args.per_device_training_batch_size * (args.max_prompt_seq_len + args.max_answer_seq_len)
         actor = roles.actor
@@ -75,7 +77,8 @@ class Rollout:
         for a step; then the sampler is trusted until a step exceeds it. Stale rollouts are always recomputed:
         the policy changes before it is updated by them, so the first minibatch does not show the gap.
         """
-        was_recomputed, is_small = self.recomputes, gap <= MAX_LOGPROB_GAP
+        was_recomputed = self.recomputes
+        is_small = gap <= MAX_LOGPROB_GAP
         if self.source == "auto":
             self.recomputes = self.args.rollout_staleness > 0 or not is_small
         if was_recomputed or is_small:
@@ -104,7 +107,8 @@ class Rollout:
         return batch
 
     def _is_constant(self, batch: PackedBatch) -> torch.Tensor:
-        scores, group_ids = batch.numbers("scores"), batch.numbers("group_ids")
+        scores = batch.numbers("scores")
+        group_ids = batch.numbers("group_ids")
         return constant_groups(scores, group_ids, self.scores.counts(batch))
 
     def _collect_once(self, prompts: GlobalBatches, version: int) -> PackedBatch:

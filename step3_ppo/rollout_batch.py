@@ -132,7 +132,8 @@ def to_tensors(batch: PackedBatch) -> dict[str, torch.Tensor]:
     """A batch as named tensors that own their memory, for files and communication."""
     tensors = {"ids": torch.tensor(batch.ids, dtype=torch.int64)}
     for key in batch.data:
-        tensors[f"{key}:data"], tensors[f"{key}:lengths"] = batch.data[key], batch.lengths[key]
+        tensors[f"{key}:data"] = batch.data[key]
+        tensors[f"{key}:lengths"] = batch.lengths[key]
     return {name: tensor.contiguous().clone() for name, tensor in tensors.items()}  # keys may share memory
 
 

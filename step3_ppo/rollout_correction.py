@@ -77,9 +77,11 @@ def correction_weights(
     et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; masks: AReaL,
     arXiv:2505.24298; with two bounds IcePop, arXiv:2510.18855.
     """
-    log_weights, is_counted = torch.where(mask, prox_logprobs.double() - rollout_logprobs.double(), 0.0), mask
+    log_weights = torch.where(mask, prox_logprobs.double() - rollout_logprobs.double(), 0.0)
+    is_counted = mask
     if correction.level != "token":
-        sums, lengths = log_weights.sum(1), mask.sum(1)
+        sums = log_weights.sum(1)
+        lengths = mask.sum(1)
         log_weights = sums / lengths.clamp(min=1) if correction.level == "geometric" else sums
         is_counted = lengths > 0
     raw = log_weights.clamp(max=MAX_LOG_RATIO).exp().float()

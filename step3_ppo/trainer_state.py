@@ -208,7 +208,8 @@ class TrainerState(Stateful):
 
 def _read_rows(reader: TensorReader, name: str, keys: list[str], num_ranks: int) -> PackedBatch:
     """This rank's share of the rows that `num_ranks` ranks saved: equal numbers, groups whole."""
-    parts, size = [], reader.numel(f"{name}:0:ids")  # of a rank that saved
+    parts = []
+    size = reader.numel(f"{name}:0:ids")  # rows of each saving rank
     share = size * num_ranks // distributed.world_size()
     rows = range(distributed.rank() * share, (distributed.rank() + 1) * share)
     for saved in range(num_ranks):

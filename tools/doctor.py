@@ -18,7 +18,9 @@ from common.flags.streams import run_tool
 
 ROOT = Path(__file__).resolve().parents[1]
 IMPORTED = ("torch", "transformers", "deepspeed")  # their internals are used: another version is a problem
-OK, NOTE, PROBLEM = "ok", "note", "problem"
+OK = "ok"
+NOTE = "note"
+PROBLEM = "problem"
 Line = tuple[str, str, str]  # state, subject, result and cure
 
 

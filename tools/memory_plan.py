@@ -256,7 +256,8 @@ def _trace(plain: PreTrainedModel, dtype_name: str, length: int, num_layers: int
     """Activations of a model of a few layers; all that it saves counts as `saved_by_layer`."""
     config = copy.deepcopy(plain.config)
     dtype = DTYPES["bf16" if dtype_name == "fp16" else dtype_name]  # as wide
-    config.num_hidden_layers, config.use_cache = num_layers, False
+    config.num_hidden_layers = num_layers
+    config.use_cache = False
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:num_layers]
     set_dropout(config, 0.0)
@@ -298,7 +299,8 @@ class LiveBytes(TorchDispatchMode):
         if not isinstance(value, torch.Tensor) or value.device.type == "meta":
             return
         storage = value.untyped_storage()
-        key, num_bytes = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        num_bytes = storage.nbytes()
         if key in self._known:
             return
 
@@ -316,14 +318,16 @@ def _hold_activations(run: Run, role: Role, verb: str, moment: Moment) -> None:
         return
     if role.is_sharded and run.num_ranks > 1:
         moment.hold(role.name, "gathered weights", _gathered(run, role, verb))
-    model, traced = role.model, trace_activations(role.model, run.args.dtype, run.length)
+    model = role.model
+    traced = trace_activations(role.model, run.args.dtype, run.length)
     num_tokens = run.tokens_per_score if verb == "score" else run.tokens_per_pass
     num_sequences = num_tokens / run.length
     states = num_tokens * model.hidden_size * run.num_bytes  # between two layers
     # PEFT adds adapters to a layer's stacked experts in each pass, and the backward pass wants the sum.
     sums = run.num_bytes * model.num_in_stacks / model.num_layers
     if verb == "backward":
-        inside, outside = num_sequences * traced.saved_by_layer, num_sequences * traced.saved_outside
+        inside = num_sequences * traced.saved_by_layer
+        outside = num_sequences * traced.saved_outside
         work = num_sequences * traced.backward_work
         head = head_bytes(run, role, num_tokens, is_training=True)
         if role.is_checkpointed:
@@ -343,7 +347,9 @@ def head_bytes(run: Run, role: Role, num_tokens: float, *, is_training: bool) ->
     """Bytes that the head holds for the scored tokens of a pass, in step 3 the responses: a chunk of logits,
     its gradients and its fp32 copies (measured); for a value model the inputs of the values in fp32.
     """
-    b, model, head = run.num_bytes, role.model, role.model.head.weight
+    b = run.num_bytes
+    model = role.model
+    head = role.model.head.weight
     num_scored = num_tokens
     if run.actor:
         answer = run.args.max_answer_seq_len
@@ -367,7 +373,10 @@ def _hold_generation(run: Run, role: Role, is_on: bool, moment: Moment) -> None:
     """Hold slices, keys and values, and buffers; keys, values and captured passes, with the slices that they
     read, stay until they are released.
     """
-    args, b, name, model = run.args, run.num_bytes, role.name, role.model
+    args = run.args
+    b = run.num_bytes
+    name = role.name
+    model = role.model
     keys = float(run.num_slots * run.length * kv_bytes_per_token(model.plain.config, b, run.tp_size))
     is_kept = args.enable_hybrid_engine and not args.release_inference_cache
     if is_on or is_kept:

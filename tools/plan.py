@@ -157,7 +157,8 @@ def verdict_lines(run: Run, memory: MemoryPlan) -> list[str]:
     if memory.left < 0:
         verdict = f"does not fit: {what} takes {gib(peak.total)} GiB, {gib(-memory.left)} too many"
     else:
-        needed, known = max(memory.cpu_peak, memory.loading), run.args.cpu_memory_gib
+        needed = max(memory.cpu_peak, memory.loading)
+        known = run.args.cpu_memory_gib
         verdict = f"does not fit: a machine's CPU memory, {gib(needed)} GiB of {known:.2f}"
     changes = find_changes(run)
     if changes is None:
@@ -244,7 +245,8 @@ def find_changes(run: Run) -> list[Change] | None:
 
 def candidate_changes(run: Run) -> Iterator[Change]:
     """Yield what may be changed, the cheapest first, each in its gentlest variant first."""
-    args, is_ppo = run.args, run.args.stage == 3
+    args = run.args
+    is_ppo = run.args.stage == 3
     roles = [f"{role.name}_" if is_ppo else "" for role in run.roles if role.spec.is_trained]
     fewer = "fewer sequences at a time"
     if is_ppo and args.enable_hybrid_engine:

@@ -50,13 +50,15 @@ class PlannedModel:
             with torch.device("meta"):
                 self.module = build_lora(copy.deepcopy(plain), lora)
         text = plain.config.get_text_config()
-        self.num_layers, self.hidden_size = text.num_hidden_layers, text.hidden_size
+        self.num_layers = text.num_hidden_layers
+        self.hidden_size = text.hidden_size
         self.num_params = sum(p.numel() for p in self.module.parameters())  # a tied weight once
         self.num_in_backbone = sum(p.numel() for p in backbone_of(plain).parameters())
         trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         self.num_trained = sum(p.numel() for p in trained.values())
         in_matrices = [p.numel() for name, p in trained.items() if is_hidden_matrix(name, p)]  # of Muon
-        self.num_in_matrices, self.largest_matrix = sum(in_matrices), max(in_matrices, default=0)
+        self.num_in_matrices = sum(in_matrices)
+        self.largest_matrix = max(in_matrices, default=0)
         self.linear_names = linear_module_names(plain)
         self.num_in_linear = sum(plain.get_submodule(n).weight.numel() for n in self.linear_names)
         stacks = (w for w in trained_weights(self.module).values() if w.num_stacked > 1)
@@ -112,12 +114,14 @@ def plan_switch(
     weights = trained_weights(model.module)
     new = near = far = most_staged = most_new = 0
     for names in group_by_layers(list(weights), at_once):
-        staged, before = 0, new
+        staged = 0
+        before = new
         for name in names:
             plan = plan_weight(tuple(weights[name].parameter.shape), cuts.get(name), layout)
             is_view = plan.cut is None or (plan.cut.dim == 0 and len(plan.cut.ranges[0]) == 1)
             if is_sharded:
-                is_view, received = plan.is_view, plan.count_received()
+                is_view = plan.is_view
+                received = plan.count_received()
                 near += received if plan.route is Route.ROWS else 0
                 far += received if plan.route is not Route.ROWS else 0
                 if plan.route is Route.BLOCKS:
@@ -128,7 +132,8 @@ def plan_switch(
             is_linear = name.removesuffix(".weight") in model.linear_names
             is_merged = weights[name].lora_a is not None or (is_packed and is_linear)
             new += 0 if is_view and not is_merged else prod(plan.local_shape)
-        most_staged, most_new = max(most_staged, staged), max(most_new, new - before)
+        most_staged = max(most_staged, staged)
+        most_new = max(most_new, new - before)
     return Switch(new, near, far, most_staged, most_new)
 
 

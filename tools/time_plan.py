@@ -127,9 +127,11 @@ def flops_of(model: PlannedModel) -> ModelFlops:
 
 def _pass_flops(run: Run, role: Role, *, is_training: bool) -> float:
     """Return a rank's FLOPs of a step's scoring, or training with all its epochs."""
-    args, flops = run.args, flops_of(role.model)
+    args = run.args
+    flops = flops_of(role.model)
     rows = run.num_samples if run.actor else run.sequences_per_update
-    num_tokens, num_pairs = rows * run.length, rows * run.length**2
+    num_tokens = rows * run.length
+    num_pairs = rows * run.length**2
     num_scored = rows * args.max_answer_seq_len if run.actor else num_tokens
     if not is_training:
         return flops.of_pass(num_tokens, num_pairs, num_scored, is_training=False)
@@ -187,11 +189,15 @@ def _switch_hops(run: Run, phase: Phase, machines: Machines) -> float:
 
 
 def _add_generation(run: Run, time: PhaseTime, machines: Machines) -> None:
-    args, model, t = run.args, run.actor.model, run.tp_size
+    args = run.args
+    model = run.actor.model
+    t = run.tp_size
     flops = flops_of(model)
     num_prompts = args.per_device_generation_batch_size * t
     num_samples = num_prompts * args.num_samples_per_prompt
-    prompt, answer, batches = args.max_prompt_seq_len, args.max_answer_seq_len, args.generation_batches
+    prompt = args.max_prompt_seq_len
+    answer = args.max_answer_seq_len
+    batches = args.generation_batches
     reading = flops.of_pass(num_prompts * prompt, num_prompts * prompt**2, num_prompts, is_training=False)
     time.arithmetic = batches * reading / t / _reached(machines)
     slots = min(run.num_slots, num_samples)

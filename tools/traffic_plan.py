@@ -81,7 +81,8 @@ def is_recomputed(run: Run) -> bool:
 
 def plan_update(run: Run, role: Role, times: float) -> Phase:
     """Return so many optimizer steps: the gathers of their micro-batches, the exchange of gradients."""
-    phase, num_passes = Phase(), run.num_micro_batches * times
+    phase = Phase()
+    num_passes = run.num_micro_batches * times
     gradients = run.num_bytes * role.model.num_trained
     if role.is_sharded:
         phase.gather_weights(run, role, num_passes * gathers_of_pass(role))
@@ -102,7 +103,8 @@ def gathers_of_pass(role: Role) -> float:
 
     Where layers are recomputed, what one uses longer before its end than half of it comes a third time.
     """
-    size, distance = role.model.num_params, role.zero.max_reuse_distance
+    size = role.model.num_params
+    distance = role.zero.max_reuse_distance
     if not role.is_checkpointed:
         return 2 - min(distance / 2 / size, 1.0)
     matrices = {name: p.numel() for name, p in role.model.module.named_parameters() if p.dim() > 1}
@@ -125,7 +127,8 @@ def plan_switch(run: Run) -> Phase:
         phase.host_bytes = 2 * 12 * moved / run.num_ranks
     if run.gathers_by_layer:
         return phase
-    switch, size = run.plan_switch(), run.num_ranks // run.tp_size
+    switch = run.plan_switch()
+    size = run.num_ranks // run.tp_size
     if switch.from_gather_group:
         gathered = switch.from_gather_group * size / (size - 1)
         phase.gather(run, size, run.num_bytes * gathered)
@@ -140,7 +143,10 @@ def plan_generation(run: Run) -> Phase:
     """Return the reading of all prompts and all token steps of a replica, every response at full length: its
     first token is sampled from what its prompt gave, its last one is not read.
     """
-    phase, args, model, t = Phase(), run.args, run.actor.model, run.tp_size
+    phase = Phase()
+    args = run.args
+    model = run.actor.model
+    t = run.tp_size
     num_prompts = args.per_device_generation_batch_size * t
     num_samples = num_prompts * args.num_samples_per_prompt
     rounds = math.ceil(num_samples / run.num_slots)

@@ -29,7 +29,9 @@ from common.ranks.step_costs import COSTS
 from tools.traffic_plan import plan_traffic
 
 SIZES = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
-NUM_PROMPTS, MAX_PROMPT, MAX_RESPONSE = 4, 16, 8  # of a rank; responses of random weights do not end before
+NUM_PROMPTS = 4  # per rank
+MAX_PROMPT = 16
+MAX_RESPONSE = 8  # responses of random weights do not end before
 # As in a model that is larger than these bounds of ZeRO 3: all weights are sharded, none waits for its next
 # use, and none is fetched so early that its last use is not over.
 BOUNDS = ("param_persistence_threshold", "max_reuse_distance", "prefetch_bucket_size")
@@ -129,7 +131,8 @@ class TrafficMeter(TorchDispatchMode):
 
 def wire_bytes() -> int:
     """Bytes that the TCP sockets of this process have received, from the kernel; Linux only."""
-    total, seen = 0, set()
+    total = 0
+    seen = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile, or no socket of TCP
             number = os.stat(f"/proc/self/fd/{name}")

@@ -47,7 +47,8 @@ def score_lost_with_eos() -> None:
 
 def bf16_logprobs() -> None:
     """All log-probabilities are rounded to bf16: sampler, trainer, reference."""
-    plain_scores, plain_sample = output_head._TokenScores.apply, decode.sample_tokens
+    plain_scores = output_head._TokenScores.apply
+    plain_sample = decode.sample_tokens
 
     def rounded(logprobs: torch.Tensor) -> torch.Tensor:
         return logprobs + (logprobs.bfloat16().float() - logprobs).detach()
@@ -60,7 +61,8 @@ def bf16_logprobs() -> None:
         sampled = plain_sample(*args, **options)
         return sampled._replace(logprobs=rounded(sampled.logprobs))
 
-    output_head._TokenScores.apply, decode.sample_tokens = scores, sample
+    output_head._TokenScores.apply = scores
+    decode.sample_tokens = sample
 
 
 def mean_of_each_micro_batch() -> None:

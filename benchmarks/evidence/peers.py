@@ -40,7 +40,8 @@ from step3_ppo.roles import Actor
 from tools.report.run_reader import Curve, read_run
 from training_scripts.demo import composed
 
-SEEDS, NUM_STEPS = (0, 1, 2), 60
+SEEDS = (0, 1, 2)
+NUM_STEPS = 60
 SIZE = {"hidden_size": 128, "intermediate_size": 352}
 RATES = {"sft": 2e-3, "reward": 3e-4, "dpo": 1e-4, "kto": 1e-4}
 WEIGHT_DECAY = 0.1
@@ -48,7 +49,11 @@ PAIRED_ALIKE = "kto, KL term as TRL's"  # ours: shows whether anything else diff
 FED = {task: f"{task}, TRL's rollouts" for task in ("grpo", "ppo")}
 # A step has so many prompts, responses to each, and optimizer steps of all.
 SAMPLED = {"grpo": (16, 4, 1), "ppo": (32, 1, 4)}
-NUM_RL_STEPS, RL_RATE, KL_COEF, MAX_PROMPT, MAX_RESPONSE = 40, 1e-4, 0.05, 64, 32
+NUM_RL_STEPS = 40
+RL_RATE = 1e-4
+KL_COEF = 0.05
+MAX_PROMPT = 64
+MAX_RESPONSE = 32
 ROUNDING = 1e-8  # smaller differences are drawn as that
 MOST_POINTS = 50  # of a committed curve
 LAST = 10  # a score is the mean of so many steps
@@ -93,7 +98,9 @@ class Seed:
     """Data and models of a seed, and the results of both sides."""
 
     def __init__(self, seed: int, folder: Path, pythons: list[str], *, is_quick: bool) -> None:
-        self.seed, self.folder, self.pythons = seed, folder, pythons
+        self.seed = seed
+        self.folder = folder
+        self.pythons = pythons
         self.num_steps, self.num_rl_steps = (5, 2) if is_quick else (NUM_STEPS, NUM_RL_STEPS)
         self.rows, self.num_tokens = build_rows(seed, self.num_steps * ROWS_PER_STEP)
         torch.manual_seed(seed)

@@ -23,11 +23,16 @@ MODELS = {
     "70B": "meta-llama/Llama-3.1-70B",
     "405B": "meta-llama/Llama-3.1-405B",
 }
-GPUS, GPUS_OF_MACHINE = (8, 16, 32, 64, 128, 256, 512, 1024), 8
+GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
+GPUS_OF_MACHINE = 8
 RANKS = (2, 4, 8, 16)
 # A step of all sizes: so many prompts with a response each, and one optimizer step.
-NUM_PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS = 1024, 1024, 1024
-MOST_ROWS, MOST_SLOTS, NUM_TP_SIZES = 8, 128, 3  # of a micro-batch, of a replica, sizes that are tried
+NUM_PROMPTS = 1024
+PROMPT_TOKENS = 1024
+RESPONSE_TOKENS = 1024
+MOST_ROWS = 8  # per micro-batch
+MOST_SLOTS = 128  # per replica
+NUM_TP_SIZES = 3  # that are tried
 QUICK_CASES = ["SFT, ZeRO 2", "PPO, ZeRO 3, t = 2"]
 TOLERANCE = 0.02  # of the plan's bytes
 FLAGS = {

@@ -141,7 +141,8 @@ class ChatTemplate(Template):
         Raises BadRow if the rendered reply does not follow the generation prompt, or is incomplete.
         """
         *prompt, reply = conversation
-        asked, shown = self._ask(prompt, tools), self._render(conversation, tools)
+        asked = self._ask(prompt, tools)
+        shown = self._render(conversation, tools)
         if not shown.startswith(asked):
             at = len(commonprefix([asked, shown]))
             raise BadRow(

@@ -157,7 +157,8 @@ class Template(ABC):
             for response, border, end in zip(segments[1:], borders, ends, strict=False)
         )
         if self.bos_id is not None and input_ids[:1] != [self.bos_id]:
-            input_ids, mask = [self.bos_id, *input_ids], [False, *mask]
+            input_ids = [self.bos_id, *input_ids]
+            mask = [False, *mask]
         return Tokenised(input_ids, mask, straddles)
 
     def digest(self) -> str:
@@ -195,7 +196,8 @@ class HumanAssistantTemplate(Template):
     def _context(self, prompt: Sequence[Message], learn_all_turns: bool) -> list[Segment]:
         """Segments up to the start of the reply; white space around turns is stripped."""
         result: list[Segment] = []
-        context, cue = "", self._LABELS["assistant"].rstrip()
+        context = ""
+        cue = self._LABELS["assistant"].rstrip()
         for message in prompt:
             if message.role not in self._LABELS:
                 raise self._cannot_show(f"turns of {message.role}")

@@ -245,7 +245,8 @@ def evaluation_batches(
     `is_real` (rows,) bool is False for the rows that only fill up the last batches: they must not be counted.
     `max_batches` per rank bounds the work, 0 takes all rows.
     """
-    rank, world_size = distributed.rank(), distributed.world_size()
+    rank = distributed.rank()
+    world_size = distributed.world_size()
     num_batches = -(-len(dataset) // (rows_per_batch * world_size))
     for batch in range(min(num_batches, max_batches) if max_batches else num_batches):
         first = (batch * world_size + rank) * rows_per_batch

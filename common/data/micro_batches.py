@@ -137,10 +137,13 @@ def _cut_by_length(item_lengths: Sequence[Sequence[int]], max_tokens: int) -> li
         fits = width * (num_sequences + count) <= max_tokens and padding + more <= OVERHEAD_TOKENS
         if micro_batches and fits:
             micro_batches[-1].append(item)
-            num_sequences, padding = num_sequences + count, padding + more
+            num_sequences = num_sequences + count
+            padding = padding + more
         else:
             micro_batches.append([item])
-            width, num_sequences, padding = longest_of[item], count, 0
+            width = longest_of[item]
+            num_sequences = count
+            padding = 0
     return micro_batches
 
 

@@ -52,7 +52,9 @@ class RawRows:
         of their content. `locate` gives a row's file:line; by default rows are numbered. `read` turns an item
         of `rows` into a row when it is requested.
         """
-        self._rows, self.origin, self.fingerprint = rows, origin, fingerprint
+        self._rows = rows
+        self.origin = origin
+        self.fingerprint = fingerprint
         self._locate, self._read = locate, read
 
     def __len__(self) -> int:
@@ -253,7 +255,8 @@ def rows_of_text(path: Path, max_rows: int | None = None) -> RawRows:
     """The first `max_rows` of JSON lines, a JSON list or CSV, which stay on disk: in the file itself, or for
     a list or CSV in a temporary file with one row per line.
     """
-    file, parse = _open(path), parse_json_row
+    file = _open(path)
+    parse = parse_json_row
     values: Iterator[tuple[int, Any]] | None
     if extension_of(path) == ".csv":
         values = _csv_records(file, path)

@@ -127,7 +127,8 @@ def _write(
             report.notes += source.notes(options.stage)
             if train.num_rows == num_before:
                 raise ValueError(_no_rows(source, options, report))
-        report.num_train, report.num_eval = train.num_rows, held_out.num_rows
+        report.num_train = train.num_rows
+        report.num_eval = held_out.num_rows
     return report
 
 

@@ -114,7 +114,8 @@ class RowBuilder:
         }
 
     def _rated_row(self, item: Item, tokens: Tokenised) -> dict[str, Any]:
-        row, label = self._truncate(tokens), int(item.example.chosen is not None)
+        row = self._truncate(tokens)
+        label = int(item.example.chosen is not None)
         self._count(row)
         self.report.num_good_answers += label
         self.report.num_bad_answers += 1 - label

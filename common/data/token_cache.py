@@ -156,7 +156,8 @@ def build_cached(
         raise ValueError(
             f"{folder / REPORT_NAME} is not a report of this program ({error}); remove its folder"
         ) from error
-    report.cache_folder, report.from_cache = str(folder), not any(was_built)
+    report.cache_folder = str(folder)
+    report.from_cache = not any(was_built)
     report.check_bad_rows(max_bad_rows)
     return folder, report
 

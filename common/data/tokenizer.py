@@ -85,7 +85,8 @@ def vocabulary_difference(
     tokenizer_a: PreTrainedTokenizerFast, tokenizer_b: PreTrainedTokenizerFast
 ) -> str | None:
     """None if every token of a has the same id in b (b may have more), else a sentence that names a few."""
-    here, there = tokenizer_a.get_vocab(), tokenizer_b.get_vocab()
+    here = tokenizer_a.get_vocab()
+    there = tokenizer_b.get_vocab()
     different = sorted((i, token) for token, i in here.items() if there.get(token) != i)
     if not different:
         return None

@@ -17,7 +17,8 @@ from common.ranks import distributed
 from common.ranks.zero3 import OwnedRun, find_owned_runs, is_sharded
 
 MOMENTUM = 0.95
-STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)  # kellerjordan.github.io/posts/muon
+STEPS = 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # kellerjordan.github.io/posts/muon
 RMS = 0.2  # of an AdamW update, as the paper found: the same learning rates do
 
 
@@ -80,7 +81,8 @@ class Muon(torch.optim.AdamW):
             for owner in group["params"] if group["is_muon"] else ():
                 if owner.grad is not None:
                     self._step_matrices(owner, group)
-                gradients[owner], owner.grad = owner.grad, None  # AdamW passes it over
+                gradients[owner] = owner.grad
+                owner.grad = None  # AdamW skips it
         super().step()
         for owner, gradient in gradients.items():
             owner.grad = gradient

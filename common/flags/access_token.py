@@ -18,7 +18,8 @@ def server_token(token_file: str, problems: Problems) -> str:
     """The token that requests must carry, from --token_file or TRIPTYCH_TOKEN; empty for none. Adds a problem
     if the file cannot be read or the token is not valid in a header.
     """
-    origin, text = SERVER_VARIABLE, os.environ.get(SERVER_VARIABLE, "")
+    origin = SERVER_VARIABLE
+    text = os.environ.get(SERVER_VARIABLE, "")
     try:
         if token_file:
             origin = f"--token_file {token_file}"

@@ -204,7 +204,8 @@ def parse_args(
 def _apply_switches(given: dict[str, Any], problems: Problems) -> None:
     """Add the flags that the given switches stand for."""
     for name in [name for name in SWITCHES if name in given]:
-        (flag_name, value), text = SWITCHES[name], given[name].lower()
+        (flag_name, value) = SWITCHES[name]
+        text = given[name].lower()
         if text not in ("true", "false"):
             problems.add(f"--{name} {shortened(text)}: expected true or false")
         elif text == "true" and flag_name == "trackers":
@@ -229,7 +230,9 @@ def _add_unknown(word: str, known: list[str], problems: Problems) -> None:
 
 def _convert(field: dataclasses.Field, text: str) -> Any:
     """Value of a flag. Raises ValueError, with the message, for an invalid text."""
-    scalar, limits, choices = field_type(field)[0], field.metadata["range"], field.metadata["choices"]
+    scalar = field_type(field)[0]
+    limits = field.metadata["range"]
+    choices = field.metadata["choices"]
     shown = f"--{field.name} {shortened(text)}"
     if scalar is bool:
         if text.lower() not in ("true", "false"):

@@ -87,7 +87,8 @@ class DecodeState:
         """Put new sequences into the slots from `first` on; the other arguments are (m,) int64."""
         slots = slice(first, first + len(sample_ids))
         self.lengths[slots], self.limits[slots] = prompt_lengths, limits
-        self.num_sampled[slots], self.given_ids[slots] = 0, -1
+        self.num_sampled[slots] = 0
+        self.given_ids[slots] = -1
         self.is_live[slots], self.is_stopped[slots] = True, False
         columns = self.uniforms.shape[1]
         positions = torch.arange(columns, device=sample_ids.device).repeat(len(sample_ids))
@@ -151,7 +152,8 @@ class DecodeGraphs:
     def begin(self, options: SamplingOptions) -> None:
         """Prepare for a generation; drop the graphs if a weight has moved, or there are too many options."""
         addresses = [parameter.data_ptr() for parameter in self.model.parameters()]
-        has_moved, self._addresses = addresses != self._addresses, addresses
+        has_moved = addresses != self._addresses
+        self._addresses = addresses
         if self.group is not None:
             has_moved = bool(distributed.max_float(has_moved, self.group))
         self._options = dataclasses.replace(options, seed=0)  # it makes its numbers before a pass
@@ -189,7 +191,8 @@ class DecodeGraphs:
         # destroyed takes that of its stream along.
         self._stream = self._stream or torch.cuda.Stream()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph, mode = torch.cuda.CUDAGraph(), torch.cuda.get_sync_debug_mode()
+        graph = torch.cuda.CUDAGraph()
+        mode = torch.cuda.get_sync_debug_mode()
         self._stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(self._stream):
@@ -219,7 +222,9 @@ class DecodeStep:
     def __init__(
         self, model: nn.Module, cache: SlotCache, state: DecodeState, graphs: DecodeGraphs | None = None
     ) -> None:
-        self.model, self.cache, self.state = model, cache, state
+        self.model = model
+        self.cache = cache
+        self.state = state
         self._takes_positions = forward_accepts(model, "position_ids")
         self._keeps_logits = forward_accepts(model, "logits_to_keep")
         config = plain_model(model).config
@@ -279,7 +284,8 @@ class DecodeStep:
 
     def _run_pass(self, num_rows: int, upto: int) -> None:
         state = self.state
-        slots, positions = slice(0, num_rows), state.lengths[:num_rows]
+        slots = slice(0, num_rows)
+        positions = state.lengths[:num_rows]
         self.cache.begin_decode(self._rows[:num_rows], positions, upto)
         inputs: dict[str, Any] = {
             "input_ids": state.last_ids[:num_rows].unsqueeze(1),
@@ -319,11 +325,14 @@ def _refuse_own_window(config: Any, max_length: int) -> None:
     """Raise ValueError if, above some number of tokens, a family's layers use a key's index among the given
     ones (GPT-Neo's windows) or the cache's length (Llama 4's temperatures), which differ in slots.
     """
-    layers, limit = "", max_length
+    layers = ""
+    limit = max_length
     if config.model_type == "gpt_neo" and "local" in config.attention_layers:
-        layers, limit = "local layers see", config.window_size
+        layers = "local layers see"
+        limit = config.window_size
     elif getattr(config, "attn_temperature_tuning", False):
-        layers, limit = "layers without rotary positions scale nothing for", config.floor_scale - 1
+        layers = "layers without rotary positions scale nothing for"
+        limit = config.floor_scale - 1
     if max_length > limit:
         raise ValueError(
             f"{config.model_type}'s {layers} {limit} tokens by their own count, but sequences may have "

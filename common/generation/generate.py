@@ -159,7 +159,8 @@ class SlotSchedule:
         max_padding_per_pass: int = _PADDING_WORTH_A_PASS["cpu"],
     ) -> None:
         self.prompt_lengths, self.num_samples = prompt_lengths, num_samples
-        self.num_slots, self.max_tokens_per_pass = num_slots, max_tokens_per_pass
+        self.num_slots = num_slots
+        self.max_tokens_per_pass = max_tokens_per_pass
         self.max_padding_per_pass = max_padding_per_pass
         order = sorted(range(len(prompt_lengths)), key=lambda prompt: -prompt_lengths[prompt])
         self.waiting = deque(p * num_samples + k for p in order for k in range(num_samples))
@@ -184,7 +185,8 @@ class SlotSchedule:
         padding, width = 0, 0
         while self.waiting and len(self.slots) < self.num_slots:
             sample = self.waiting[0]
-            prompt, slot = sample // self.num_samples, len(self.slots)
+            prompt = sample // self.num_samples
+            slot = len(self.slots)
             if prompt in slot_with:
                 admission.copies.append((slot_with[prompt], slot))
             else:
@@ -260,7 +262,8 @@ class _DecodeLoop:
 
     def _admit(self, admission: Admission) -> None:
         """Read the new prompts, share them among their samples, sample every first token."""
-        new, schedule = admission.prompts, self.schedule
+        new = admission.prompts
+        schedule = self.schedule
         prompts = [sample // schedule.num_samples for sample in admission.samples]
         lengths = [schedule.prompt_lengths[prompt] for prompt in prompts]
         rows, slots, samples, prompt_lengths, sources, targets = self._to_device(
@@ -268,7 +271,8 @@ class _DecodeLoop:
         )
         if new:
             widths = [schedule.prompt_lengths[prompt] for prompt in new]
-            width, has_padding = max(widths), min(widths) < max(widths)
+            width = max(widths)
+            has_padding = min(widths) < max(widths)
             ids = self.batch.prompt_ids[rows, -width:]
             mask = self.batch.prompt_mask[rows, -width:].bool()
             logits = self.step.read_prompts(ids, mask, slots, has_padding)  # (m, V)
@@ -277,7 +281,8 @@ class _DecodeLoop:
             self._keep_step()  # the other ranks run a pass
         if admission.copies:
             self.step.cache.copy_slots(sources, targets, max(lengths))
-        state, first = self.step.state, len(self.lengths)
+        state = self.step.state
+        first = len(self.lengths)
         sample_ids = self.batch.sample_ids[samples]
         state.enter(first, prompt_lengths, self.batch.limits[samples], sample_ids, self.step.options.seed)
         self.lengths += lengths
@@ -305,7 +310,8 @@ class _DecodeLoop:
 
     def _look(self) -> list[int]:
         """Return the slots of those that have ended, by the callback's wish too: one wait for the device."""
-        state, num_rows = self.step.state, len(self.lengths)
+        state = self.step.state
+        num_rows = len(self.lengths)
         if not self.on_tokens:
             is_live = state.is_live[:num_rows].tolist()
             return [slot for slot in range(num_rows) if not is_live[slot]]
@@ -321,7 +327,8 @@ class _DecodeLoop:
 
     def _retire(self, finished: list[int]) -> None:
         """Take the responses of those that ended out of their slots, and close the gaps."""
-        num_rows, state = len(self.lengths), self.step.state
+        num_rows = len(self.lengths)
+        state = self.step.state
         ended = [self.schedule.slots[slot] for slot in finished]
         moves = self.schedule.retire(finished)
         samples, slots, sources, targets = self._to_device(ended, finished, *_columns(moves))
@@ -373,7 +380,8 @@ def collect_responses(state: DecodeState, options: SamplingOptions) -> Generatio
     """Responses of sequences that have all ended, one per slot."""
     width = int(state.num_sampled.max())
     mask = torch.arange(width, device=state.num_sampled.device) < state.num_sampled.unsqueeze(1)
-    logprobs, log_kept = state.logprobs[:, :width], state.log_kept[:, :width]
+    logprobs = state.logprobs[:, :width]
+    log_kept = state.log_kept[:, :width]
     return Generation(
         response_ids=torch.where(mask, state.response_ids[:, :width], options.pad_token_id),
         response_mask=mask,

@@ -158,14 +158,16 @@ class HybridEngine:
             )
         with named_out_of_memory(cure), torch.no_grad():
             for name, weight in self._resharder.load():
-                merged, trained = self._merge(name, weight), local_shard(self._weights[name].parameter)
+                merged = self._merge(name, weight)
+                trained = local_shard(self._weights[name].parameter)
                 is_trainers = merged.untyped_storage().data_ptr() == trained.untyped_storage().data_ptr()
                 self._inference.attach(name, merged, is_trainers=is_trainers)
         self.received_bytes = self._resharder.received_bytes
 
     def _merge(self, name: str, weight: TrainedWeight) -> torch.Tensor:
         """The weight merged with its adapter, if it has one, as a new tensor: this rank's slice."""
-        cut, tp_rank = self._cuts.get(name), self.layout.tp_rank
+        cut = self._cuts.get(name)
+        tp_rank = self.layout.tp_rank
 
         def take(factor: torch.Tensor, dim: int) -> torch.Tensor:
             return cut.take(factor, tp_rank) if cut is not None and cut.dim == dim else factor

@@ -45,7 +45,10 @@ class SlotCache(Cache):
 
         is_real (n, T) bool, True for a token of the prompt; None if no row has padding.
         """
-        self._slots, self._sources, self._positions, self._upto = slots, None, None, 0
+        self._slots = slots
+        self._sources = None
+        self._positions = None
+        self._upto = 0
         if is_real is not None:  # each row moves to the left; what comes behind it there is never read
             num_rows, width = is_real.shape
             positions = torch.arange(width, device=slots.device)
@@ -58,7 +61,9 @@ class SlotCache(Cache):
 
         positions (n,) int64 are where their keys and values go; `upto` is above all of them.
         """
-        self._rows, self._positions, self._upto = rows, positions, upto
+        self._rows = rows
+        self._positions = positions
+        self._upto = upto
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -67,7 +72,8 @@ class SlotCache(Cache):
         while len(self.keys) <= layer_idx:
             self.keys.append(self._make_block(key_states))
             self.values.append(self._make_block(value_states))
-        new, blocks = (key_states, value_states), (self.keys[layer_idx], self.values[layer_idx])
+        new = (key_states, value_states)
+        blocks = (self.keys[layer_idx], self.values[layer_idx])
         if self._positions is None:
             for states, block in zip(new, blocks, strict=True):
                 self._write_prompts(states, block)

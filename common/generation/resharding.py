@@ -73,7 +73,8 @@ class TPLayout:
         """Return which ranks hold a replica together, in the order of their slices; a replica's number is its
         data-parallel coordinate.
         """
-        replicas, word = self.ranks.T.tolist(), "ranks" if self.tp_size > 1 else "rank"
+        replicas = self.ranks.T.tolist()
+        word = "ranks" if self.tp_size > 1 else "rank"
         shown = [f"replica {i} of {word} {', '.join(map(str, ranks))}" for i, ranks in enumerate(replicas)]
         more = [f"{len(shown) - MAX_SHOWN} more"] if len(shown) > MAX_SHOWN else []
         return "; ".join(shown[:MAX_SHOWN] + more)
@@ -133,9 +134,11 @@ class WeightPlan:
         scale = prod(self.shape[self.cut.dim + 1 :])
         blocks, offset = [], 0
         for start, stop in self.cut.ranges[tp_rank]:
-            start, stop = start * scale, stop * scale
+            start = start * scale
+            stop = stop * scale
             if self.cut.dim == 0:
-                rows, columns = slice(max(start, first), min(stop, last)), slice(0, 1)
+                rows = slice(max(start, first), min(stop, last))
+                columns = slice(0, 1)
                 in_slice = slice(offset + rows.start - start, offset + rows.stop - start), columns
             else:
                 rows, columns = slice(first, last), slice(start, stop)
@@ -225,7 +228,8 @@ class TPGroups:
         self.gather_group = dist.group.WORLD if layout.tp_size == 1 < layout.gather_size else None
         if 1 < layout.tp_size < layout.world_size:
             mesh = DeviceMesh(distributed.device().type, layout.ranks, mesh_dim_names=("slice", "replica"))
-            self.tp_group, self.gather_group = mesh.get_group("slice"), mesh.get_group("replica")
+            self.tp_group = mesh.get_group("slice")
+            self.gather_group = mesh.get_group("replica")
 
 
 # A parameter of the trainer and how it gets to its slices.
@@ -250,7 +254,9 @@ class Resharder:
         gather_partition_size: int,
     ) -> None:
         self.received_bytes = 0
-        self._weights, self._layout, self._groups = weights, layout, groups
+        self._weights = weights
+        self._layout = layout
+        self._groups = groups
         self._sources: dict[str, list[Source]] = {}
         for name, weight in weights.items():
             of_tensor = [cuts.get(name), None, None]  # the factors of an adapter are never cut
@@ -280,7 +286,8 @@ class Resharder:
         for index, (parameter, plan) in enumerate(sources):
             is_here = getattr(parameter, "ds_status", None) is ZeroParamStatus.AVAILABLE
             if is_here or not is_sharded(parameter):  # every rank has all of it at this moment
-                whole, tp_rank = parameter.data, plan.layout.tp_rank
+                whole = parameter.data
+                tp_rank = plan.layout.tp_rank
                 slices[index] = whole if plan.cut is None else plan.cut.take(whole, tp_rank).contiguous()
             elif plan.is_view:
                 slices[index] = _fetch_shard(parameter).view(plan.local_shape)

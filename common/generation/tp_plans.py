@@ -273,7 +273,8 @@ def falcon_heads(config: Any) -> Parts:
     return interleaved_heads(config)
 
 
-_QKV, _FUSED = ("q_proj", "k_proj", "v_proj"), ("query_key_value",)
+_QKV = ("q_proj", "k_proj", "v_proj")
+_FUSED = ("query_key_value",)
 _MLP_4H = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 # family: (layer, attention, its projections to queries, keys and values, what each of them holds, its output
 # projection, the MLP's first Linear, its last)

@@ -294,7 +294,8 @@ class Narrowing:
     """
 
     def __init__(self, layer: nn.Module, attention: nn.Module, modules: list[nn.Module]) -> None:
-        self.modules, self.slots = modules, None
+        self.modules = modules
+        self.slots = None
         attention.narrowing = self
         layer.register_forward_pre_hook(self._forget)
         attention.register_forward_pre_hook(self._begin, with_kwargs=True)

@@ -31,13 +31,16 @@ def divergence(
     is 0 at both ends, where, as in TRL, its limits by beta and by 1 - beta stand in its place: KL(p || q)
     for FORWARD_KL, KL(q || p) for REVERSE_KL.
     """
-    q, p = student.exp(), teacher.exp()
+    q = student.exp()
+    p = teacher.exp()
     if beta == FORWARD_KL:
         return (p * (teacher - student)).sum(-1), q - p
     if beta == REVERSE_KL:
-        mixture, share = teacher, 1.0
+        mixture = teacher
+        share = 1.0
     else:
-        mixture, share = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta)), 1 - beta
+        mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+        share = 1 - beta
     # What depends on q through m cancels out: d JSD / d q_j = (1 - beta) (log q_j - log m_j) + a constant.
     slope = share * (student - mixture)
     mean = (q * slope).sum(-1, keepdim=True)

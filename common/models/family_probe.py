@@ -48,7 +48,8 @@ def probe_family(auto_class: Any, config: PreTrainedConfig, *, trusts_code: bool
 
 
 def _measure(config: PreTrainedConfig, auto_class: Any, trusts_code: bool) -> FamilyProbe:
-    name, is_policy = f"the family {config.model_type}", auto_class is AutoModelForCausalLM
+    name = f"the family {config.model_type}"
+    is_policy = auto_class is AutoModelForCausalLM
     is_known = trusts_code or class_for(auto_class, config) is not None
     if not is_policy and not is_known:
         return FamilyProbe(f"{name} has no classifier in transformers, which reward models and critics are")
@@ -91,7 +92,8 @@ def _measure(config: PreTrainedConfig, auto_class: Any, trusts_code: bool) -> Fa
             numbers.sum().backward()
             gap = difference(numbers.detach(), torch.cat(plain), largest)
         except Exception as error:
-            gap, cause = kind_and_line(error), ""
+            gap = kind_and_line(error)
+            cause = ""
         if gap and is_packed:
             note = f"{name} computes other numbers of rows end to end than of each alone ({gap})"
             return FamilyProbe(packs=False, note=f"{note}: its rows are padded")

@@ -98,7 +98,8 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
             f"{name_or_path}: the model cannot be loaded: {first_line(error)}; save or download it again"
         ) from error
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    name, size = type(model).__name__, len(parameters)
+    name = type(model).__name__
+    size = len(parameters)
     is_own_class = name in (getattr(model.config, "architectures", None) or [])
     needed = "" if is_own_class else f"{backbone_name(model)}."  # of another class the head is new
     absent = sorted(info["missing_keys"] & parameters.keys())
@@ -284,7 +285,8 @@ def keep_composite(model: PreTrainedModel, config: PreTrainedConfig, auto_class:
 
 def _untie(name_or_path: str, model: PreTrainedModel) -> None:
     """Set tie_word_embeddings to false if the loaded head differs from the embeddings."""
-    head, text = model.get_output_embeddings(), model.config.get_text_config()
+    head = model.get_output_embeddings()
+    text = model.config.get_text_config()
     is_apart = head is not None and head.weight is not model.get_input_embeddings().weight
     if is_apart and getattr(text, "tie_word_embeddings", False):
         text.tie_word_embeddings = model.config.tie_word_embeddings = False

@@ -113,7 +113,8 @@ def _new_config(model: PreTrainedModel, options: LoraOptions) -> LoraConfig:
     PEFT takes a linear layer for experts of transformers 4 if it has one of their names: such a layer is
     selected by its weight, as stacked matrices are.
     """
-    targets, stacked = adapted_model_targets(model, options.module_name), set(stacked_names(model))
+    targets = adapted_model_targets(model, options.module_name)
+    stacked = set(stacked_names(model))
     layers = [name for name in targets if name not in stacked]
     renamed = _taken_for_experts(model, layers)
     parameters = [f"{name}.weight" for name in renamed] + [name for name in targets if name in stacked]
@@ -190,7 +191,8 @@ def _reach(adapted: nn.Module) -> str:
     text = f"the adapters reach {len(reached)} matrices, {sum(sizes[n] for n in reached) / total:.1%}"
     text += f" of the {total:,} weights of {plain_model(adapted).config.model_type}"
     if others:
-        share, part = sum(sizes[name] for name in others) / total, others[0].split(".")[-2]
+        share = sum(sizes[name] for name in others) / total
+        part = others[0].split(".")[-2]
         text += f"; {share:.1%} are stacked matrices, such as experts, which they do not reach: the module "
         text += f"name {part!r} means them, and '.' all matrices"
     return text
@@ -288,7 +290,8 @@ class TrainedWeight(NamedTuple):
             return weight
         if self.num_stacked > 1:
             return self._merged_stack()
-        left, right = self.lora_b.float(), self.lora_a.float()
+        left = self.lora_b.float()
+        right = self.lora_a.float()
         if self.is_stored_transposed:
             left, right = right.T, left.T
         delta = self.scaling * (take(left, 0) @ take(right, 1))
@@ -317,7 +320,8 @@ def trained_weights(model: nn.Module) -> dict[str, TrainedWeight]:
     for name, parameter in plain.named_parameters():
         if ".lora_" in name:
             continue
-        name, packing = name.replace(".base_layer", ""), packing_of(parameter)
+        name = name.replace(".base_layer", "")
+        packing = packing_of(parameter)
         weights[name] = TrainedWeight(parameter, packing=packing)
         if name in layers:
             layer = layers[name]

@@ -91,7 +91,8 @@ class ModelFlops:
         gradient of trained matrices.
         """
         body = num_tokens * self.body - num_unread * self.narrowed
-        head, attention = num_scored * self.head, num_pairs * self.attention
+        head = num_scored * self.head
+        attention = num_pairs * self.attention
         forward = 2 * (body + head + attention)
         if not (is_training and self.is_trained):
             return forward
@@ -107,8 +108,10 @@ class ModelFlops:
         A prompt is computed once for all of its responses; each sampled token but the last is computed too,
         and attends to all before it.
         """
-        prompts, responses = prompt_lengths.double(), response_lengths.double()
-        before, read = prompts.repeat_interleave(num_samples), responses - 1
+        prompts = prompt_lengths.double()
+        responses = response_lengths.double()
+        before = prompts.repeat_interleave(num_samples)
+        read = responses - 1
         pairs = prompts.square().sum() + (read * before + read * (read + 1) / 2).sum()
         body = (prompts.sum() + read.sum()) * self.body
         return float(2 * (body + responses.sum() * self.head + pairs * self.attention))
@@ -182,8 +185,10 @@ def measure_flops(dtype: torch.dtype) -> float:
         for rows, inner, columns in (GPU_PRODUCTS if is_gpu else CPU_PRODUCTS)
     ]
     wait()
-    best, now = 0.0, time.perf_counter()
-    end, turns = now + MEASURED_SECONDS, itertools.cycle(factors)
+    best = 0.0
+    now = time.perf_counter()
+    end = now + MEASURED_SECONDS
+    turns = itertools.cycle(factors)
     while now < end:
         flops, inputs, weight = next(turns)
         started = time.perf_counter()

@@ -43,7 +43,8 @@ class ModelInputs:
         """The inputs on a device for a pass whose last hidden states are read at `slots` (N,) int64 only,
         with `slots` and `more`; one copy moves all of them.
         """
-        fields, num_pairs_unread = vars(self.packing) if self.packing else {}, 0
+        fields = vars(self.packing) if self.packing else {}
+        num_pairs_unread = 0
         # Where nothing is read, as of rows without targets, all is computed: every weight wants a gradient.
         if self.packing and 0 < len(read := slots.unique()) < self.num_tokens:
             fields = fields | {"read": read}
@@ -123,7 +124,8 @@ def _pack(token_ids: torch.Tensor, lengths: torch.Tensor, group_sizes: torch.Ten
     of_sequences = torch.stack([is_first * shared, lengths - shared], dim=1).flatten()  # (2S,)
     keys_of_sequences = torch.stack([shared, lengths], dim=1).flatten()
     is_piece = of_sequences > 0
-    piece_lengths, key_lengths = of_sequences[is_piece], keys_of_sequences[is_piece]
+    piece_lengths = of_sequences[is_piece]
+    key_lengths = keys_of_sequences[is_piece]
     key_slots = None
     if shared.any():
         key_slots = token_slots[token_positions(key_lengths, starts.repeat_interleave(2)[is_piece])]

@@ -33,7 +33,8 @@ class OffloadedWeights:
         Copies are queued on a stream of their own, layer after layer, and a layer waits for its own copies
         only: the first pass computes while later layers are being copied.
         """
-        computing, hooks = torch.cuda.current_stream(), []
+        computing = torch.cuda.current_stream()
+        hooks = []
         try:
             # Memory of the stream that computes, which goes back to it: no other stream keeps any.
             for tensor, data in chain(*self._parts):
@@ -69,7 +70,8 @@ def _wait(computing: torch.cuda.Stream, arrival: torch.cuda.Event, *_: Any) -> N
 def _tensors_by_layer(model: nn.Module, layers: list[nn.Module]) -> list[list[torch.Tensor]]:
     """Tensors of no layer, then those of each layer; a shared one where it first occurs."""
     owned = [list(layer.modules()) for layer in layers]
-    inside, seen = set(chain(*owned)), {}
+    inside = set(chain(*owned))
+    seen = {}
     rest = [module for module in model.modules() if module not in inside]
     parts = []
     for modules in (rest, *owned):

@@ -21,7 +21,8 @@ from common.models.sampling import sampling_mask
 CPU_CHUNK_ELEMENTS = 2**22
 GPU_CHUNK_ELEMENTS = 2**26
 # Logits that wait for the backward pass: small batches make none twice.
-CPU_KEPT_ELEMENTS, GPU_KEPT_ELEMENTS = 2**24, 2**26
+CPU_KEPT_ELEMENTS = 2**24
+GPU_KEPT_ELEMENTS = 2**26
 _LOWEST = torch.finfo(torch.float32).min
 
 
@@ -84,7 +85,8 @@ class SamplingMask(NamedTuple):
 
     def of_rows(self, rows: slice, num_tokens: int) -> torch.Tensor:
         """Return (n, V) bool, True for the tokens of the slots in `rows`."""
-        counts, device = self.counts[rows], self.token_ids.device
+        counts = self.counts[rows]
+        device = self.token_ids.device
         first = int(self.counts[: rows.start].sum())
         token_ids = self.token_ids[first : first + int(counts.sum())].long()
         (slots,) = to_device([torch.arange(len(counts)).repeat_interleave(counts)], device)
@@ -182,7 +184,8 @@ def _softmax_scores(
 
     Ids from `num_valid_tokens` on do not take part: their own log-probability is -inf.
     """
-    valid, temperature = logits[:, : options.num_valid_tokens], options.temperature
+    valid = logits[:, : options.num_valid_tokens]
+    temperature = options.temperature
     num_valid = valid.shape[1]
     largest = valid.amax(-1, keepdim=True)
     scaled = _centred(valid, largest, temperature)
@@ -213,7 +216,8 @@ def _softmax_gradient(
 
     `of_entropies`: the entropies (n,) and their gradients (n,).
     """
-    valid, temperature = logits[:, : options.num_valid_tokens], options.temperature
+    valid = logits[:, : options.num_valid_tokens]
+    temperature = options.temperature
     num_valid = valid.shape[1]
     log_p = _centred(valid, normalisers[:, None], temperature)
     # d logprob / d logit_j = ([j == id] - p_j) / temperature
@@ -310,7 +314,8 @@ class SummedOverTokens(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_total, *_):
         """Return the gradients of hidden, weight and bias, and None for all else."""
-        gradients, ctx.gradients = ctx.gradients, None  # they are as large as the weight: kept no longer
+        gradients = ctx.gradients
+        ctx.gradients = None  # they are as large as the weight
         scaled = [g if g is None else g.mul_(grad_total.to(g.dtype)).to(ctx.dtype) for g in gradients]
         return *scaled, *[None] * (len(ctx.needs_input_grad) - len(scaled))
 

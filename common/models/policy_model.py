@@ -88,7 +88,8 @@ def compute_nll_sum(
 
     `engine` is a PolicyModel or its engine; the batch has input_ids and loss_mask.
     """
-    token_ids, is_target = batch.data["input_ids"], batch.data["loss_mask"]
+    token_ids = batch.data["input_ids"]
+    is_target = batch.data["loss_mask"]
     sizes = None
     if "conversation" in batch.data:  # its rows begin alike
         sizes = torch.unique_consecutive(batch.numbers("conversation"), return_counts=True)[1]

@@ -116,7 +116,8 @@ def _narrow(config: PreTrainedConfig) -> None:
     """Keep few heads of the original width, few experts and few tokens."""
     shapes, widths = [], {}  # widths of hidden states: one part may name another's
     for part in _parts(config):
-        heads, width = getattr(part, "num_attention_heads", None), getattr(part, "hidden_size", None)
+        heads = getattr(part, "num_attention_heads", None)
+        width = getattr(part, "hidden_size", None)
         shapes.append((part, heads, width))
         if type(width) is int:
             few = width // heads * min(heads, _NUM_HEADS) if heads else min(width, 64)

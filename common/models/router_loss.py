@@ -42,11 +42,13 @@ def balance_loss(
     """
     if not router_logits:
         return None  # all layers are dense
-    num_slots, mask = inputs.input_ids.numel(), None
+    num_slots = inputs.input_ids.numel()
+    mask = None
     if inputs.num_tokens < num_slots:
         mask = torch.zeros(num_slots).index_fill(0, inputs.token_slots, 1.0)
         mask = mask.to(inputs.input_ids.device)
-    num_experts, num_chosen = router_logits[0].shape[-1], config.get_text_config().num_experts_per_tok
+    num_experts = router_logits[0].shape[-1]
+    num_chosen = config.get_text_config().num_experts_per_tok
     # In fp32, as routers choose: in bf16 experts of equal probability are many.
     logits = tuple(layer.flatten(0, -2).float() for layer in router_logits)
     return load_balancing_loss_func(logits, num_experts, num_chosen, mask)

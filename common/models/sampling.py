@@ -69,7 +69,8 @@ def sample_tokens(
     distribution's log-probability. Log-probabilities equal those of `token_scores` to the bit. A row with a
     NaN or without a finite logit gets an arbitrary valid token: its log-probability shows it.
     """
-    logits, log_kept = logits[:, :num_valid_tokens], torch.zeros_like(uniforms)
+    logits = logits[:, :num_valid_tokens]
+    log_kept = torch.zeros_like(uniforms)
     largest = logits.amax(-1, keepdim=True)
     weights = _integer_weights(logits, largest, temperature)
     weight_sum = weights.sum(-1).double() / _WEIGHT_ONE  # the softmax's own: dividing rounds nothing

@@ -6,7 +6,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 SCORE_HEAD = "score.weight"  # what the name of a reward model's head ends with
 POOLING = "reward_pooling"  # in the configuration of a reward model, or of its adapter: the flag of step 2
 

@@ -41,7 +41,8 @@ def whiten(
 @torch.no_grad()
 def correlation(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Pearson correlation of x and y (N,): fp32 scalar in [-1, 1], 0 if either is constant."""
-    x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
+    x = x.double() - x.double().mean()
+    y = y.double() - y.double().mean()
     spread = (x.square().sum() * y.square().sum()).sqrt()
     return torch.where(spread > 0, (x * y).sum() / spread, 0.0).clamp(-1, 1).float()
 
@@ -58,7 +59,8 @@ def wilson_interval(wins: float, total: int) -> Rate:
     """wins / total with the interval of E. B. Wilson (1927), which stays within 0 and 1."""
     if not total:
         return Rate(None, 0.0, 1.0)
-    share, z2 = wins / total, Z_95**2
+    share = wins / total
+    z2 = Z_95**2
     centre = (share + z2 / (2 * total)) / (1 + z2 / total)
     half = Z_95 / (1 + z2 / total) * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2))
     return Rate(share, max(centre - half, 0.0), min(centre + half, 1.0))

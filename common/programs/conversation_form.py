@@ -26,7 +26,8 @@ def find_template(
     if tokenizer is None:
         return None, []
     record = read_metadata(name_or_path)
-    given, recorded = getattr(args, "template", ""), record.get("template", "")
+    given = getattr(args, "template", "")
+    recorded = record.get("template", "")
     is_default = not given and not recorded
     args.template = given or recorded or (ChatTemplate.name if tokenizer.chat_template else DEFAULT_TEMPLATE)
     if args.template == recorded:

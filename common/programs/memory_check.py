@@ -49,7 +49,8 @@ def print_plan(stage: int, words: Sequence[str]) -> bool:
     except (OSError, subprocess.TimeoutExpired) as error:
         say(f"no memory plan: {type(error).__name__}")
         return True
-    code, complaints = done.returncode, done.stderr.strip()
+    code = done.returncode
+    complaints = done.stderr.strip()
     if code not in (FITS, TOO_LARGE):  # no verdict
         last_line = complaints.rpartition("\n")[2]
         say(f"no memory plan: {last_line or f'exit code {code}'}")

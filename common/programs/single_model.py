@@ -48,7 +48,9 @@ def begin(
     Prints all problems and exits if there are any.
     """
     start = startup.read_flags(flags, stage, description, argv)
-    args, problems, flag = start.args, start.problems, "--model_name_or_path"
+    args = start.args
+    problems = start.problems
+    flag = "--model_name_or_path"
     config = model_checks.check_model(flag, args.model_name_or_path, args, problems)
     is_ranker = getattr(args, "kind", "") == "reward"
     model_checks.check_family(flag, config, args, problems, is_ranker=is_ranker)
@@ -129,7 +131,10 @@ class Trainer:
     fact = "eval"  # what an export's metadata calls the last evaluation
 
     def __init__(self, engine: Any, args: Any, *, is_packed: bool, logger: RunLogger) -> None:
-        self.engine, self.args, self.is_packed, self.logger = engine, args, is_packed, logger
+        self.engine = engine
+        self.args = args
+        self.is_packed = is_packed
+        self.logger = logger
 
     def compute_sums(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss of a micro-batch and statistics to log, summed over the items that `count` counts."""

@@ -145,7 +145,8 @@ def check_device(dtype: str, problems: Problems) -> list[str]:
     if not distributed.has_gpu():
         problems.add_if(dtype == "fp16", "--dtype fp16 needs a GPU; use fp32 or bf16 on a CPU")
         return _check_hidden_gpu(problems) if distributed.has_hidden_gpu() else []
-    rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    num_gpus = torch.cuda.device_count()
     num_ranks = max(rank + 1, distributed.num_ranks_here())
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
     problems.add_if(

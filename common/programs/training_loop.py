@@ -49,7 +49,8 @@ def load_ranker(
     """The reward model or critic that an engine trains; see `load_policy` and `load_value_model`."""
     role = role or args
     options = ModelOptions.of(args, role, ds_config, dropout=dropout)
-    lora, pooling = LoraOptions.of(args, role), getattr(args, POOLING, "")  # a flag of step 2
+    lora = LoraOptions.of(args, role)
+    pooling = getattr(args, POOLING, "")  # a flag of step 2
     return load_value_model(options, num_tokens, lora, seed=args.seed, owner=owner, pooling=pooling)
 
 
@@ -88,7 +89,8 @@ def run_steps(run: Run, train_step: Callable[[int], None], evaluate: Callable[[i
     changed the model.
     """
     while run.step < run.logger.num_steps:
-        step, refusal = run.step + 1, None
+        step = run.step + 1
+        refusal = None
         try:
             train_step(step)
         except StepRefused as error:
@@ -107,11 +109,9 @@ def run_steps(run: Run, train_step: Callable[[int], None], evaluate: Callable[[i
 
 def save_model(start: Start, logger: RunLogger, module: nn.Module, metadata: dict[str, Any]) -> None:
     """Write OUTPUT_DIR/export and adapter of one of our models. Every rank must call this."""
-    folder, model, is_ranker = (
-        Path(start.args.output_dir),
-        saved_model(module),
-        isinstance(module, ValueModel),
-    )
+    folder = Path(start.args.output_dir)
+    model = saved_model(module)
+    is_ranker = isinstance(module, ValueModel)
     save_export(folder / "export", model, start.tokenizer, metadata=metadata, needs_own_pad=is_ranker)
     save_adapter(folder / "adapter", model, start.tokenizer, metadata=metadata)
     logger.note(f"saved {folder}/export")

@@ -76,7 +76,9 @@ class FailureDetector(threading.Thread):
         stores: tuple[dist.Store, dist.Store],
     ) -> None:
         super().__init__(daemon=True, name="failure detector")
-        self.rank, self.world_size, self.position = rank, world_size, position
+        self.rank = rank
+        self.world_size = world_size
+        self.position = position
         self.collective_timeout = collective_timeout
         self.store, self.main_store = stores
         self.process = (this_machine(), os.getpid())
@@ -106,7 +108,8 @@ class FailureDetector(threading.Thread):
 
     def leave_with_others(self, text: str) -> None:
         """Exit after other ranks were lost: this thread ends the process, or its store does not answer."""
-        self.lost_at, self.lost = self._num_looks, text
+        self.lost_at = self._num_looks
+        self.lost = text
         num_looks = -1
         while num_looks != self._num_looks:
             num_looks = self._num_looks
@@ -239,7 +242,8 @@ class FailureDetector(threading.Thread):
         """Announce that this rank exits, rank 0 last because it hosts the store; return whether all ranks
         exit.
         """
-        deadline, own_key = time.monotonic() + seconds, f"left/{self.rank}"
+        deadline = time.monotonic() + seconds
+        own_key = f"left/{self.rank}"
         others = [f"left/{rank}" for rank in range(1, self.world_size)] if self.rank == 0 else ["left/0"]
         with contextlib.suppress(dist.DistError):  # rank 0 has ended before
             if self.rank:

@@ -46,7 +46,8 @@ def first_line(error: BaseException, otherwise: str = "") -> str:
 
 def kind_and_line(error: BaseException) -> str:
     """Class and first line of an exception."""
-    kind, text = type(error).__name__, first_line(error)
+    kind = type(error).__name__
+    text = first_line(error)
     return kind if text == kind else f"{kind}: {text}"
 
 

@@ -17,7 +17,8 @@ class StepCosts:
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self.now, self.peak_flops = now, 0.0
+        self.now = now
+        self.peak_flops = 0.0
         self.seconds, self.tokens = Counter(), Counter()  # by phase, on this rank
         self._running = ""
         self.begin_step()
@@ -56,7 +57,9 @@ class StepCosts:
 
     def begin_step(self) -> None:
         """Begin a step."""
-        self._started, self._spent, self.flops = self.now(), 0.0, 0.0
+        self._started = self.now()
+        self._spent = 0.0
+        self.flops = 0.0
 
     def end_step(self, num_ranks: int = 1) -> dict[str, float]:
         """Metrics of the step under their log names.

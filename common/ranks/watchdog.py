@@ -106,7 +106,8 @@ def say_goodbye(code: int, cause: BaseException | None = None) -> None:
     global _detector, _position
     if _detector:
         _position = getattr(cause, "rank_position", _position)
-        detector, _detector = _detector, None
+        detector = _detector
+        _detector = None
         detector.say_goodbye(code, first_line(cause) if cause else "")
 
 
@@ -118,7 +119,9 @@ def leave_after(error: Exception) -> None:
     """
     global _position
     _position = getattr(error, "rank_position", _position)  # the beats go on telling it
-    text, rank, no_memory = kind_and_line(error), os.environ.get("RANK"), is_out_of_memory(error)
+    text = kind_and_line(error)
+    rank = os.environ.get("RANK")
+    no_memory = is_out_of_memory(error)
     if _detector is None:
         if no_memory:
             say(f"error: {first_line(error)}")

@@ -67,7 +67,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Read a checkpoint's meta.json. Raises ValueError if it is damaged."""
     try:
         outer = json.loads((folder / META).read_text())
-        text, expected, meta = outer["content"], outer["sha256"], json.loads(outer["content"])
+        text = outer["content"]
+        expected = outer["sha256"]
+        meta = json.loads(outer["content"])
     except OSError as error:
         raise ValueError(f"{META} cannot be read: {error.strerror}") from error
     except (KeyError, TypeError, ValueError, RecursionError) as error:

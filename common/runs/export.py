@@ -43,7 +43,8 @@ def gather_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     `model` is a transformers model or its PEFT wrapper, sharded or not; weights are gathered one at a time.
     Every rank must call this.
     """
-    plain, state = plain_model(model), _gather(trained_weights(model))
+    plain = plain_model(model)
+    state = _gather(trained_weights(model))
     if distributed.is_main():
         buffers = dict(plain.named_buffers())
         persistent = plain.state_dict().keys() & buffers.keys()
@@ -78,7 +79,8 @@ def save_export(
     chat template. `needs_own_pad`: the model is a classifier, see `_prepare_tokenizer`. Existing token ids do
     not change. Every rank must call this. Raises SaveFailed.
     """
-    plain, state = plain_model(model), gather_state_dict(model)
+    plain = plain_model(model)
+    state = gather_state_dict(model)
     metadata = metadata or {}
     tokenizer = _prepare_tokenizer(tokenizer, metadata, needs_own_pad=needs_own_pad)
     changes = SCORE_LABEL if needs_own_pad else {}
@@ -206,7 +208,9 @@ def _token_ids(tokenizer: PreTrainedTokenizerFast, config: PreTrainedConfig) -> 
     If PAD is EOS, the base's own PAD is kept, or there is none: a classifier initialised from this model
     would not see the EOS, and torch would not train PAD's embedding.
     """
-    pad, eos, bos = tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id
+    pad = tokenizer.pad_token_id
+    eos = tokenizer.eos_token_id
+    bos = tokenizer.bos_token_id
     if pad == eos:
         pad = getattr(config, "pad_token_id", None)
     has_stops = isinstance(getattr(config, "eos_token_id", None), list)
@@ -246,7 +250,9 @@ def _savable_generation_config(
     Some published ones have a temperature without do_sample, or a length penalty without beams; transformers
     saves those only unchanged.
     """
-    values, kept, dropped = generation_config.to_diff_dict(), GenerationConfig(), []
+    values = generation_config.to_diff_dict()
+    kept = GenerationConfig()
+    dropped = []
     values |= {
         "eos_token_id": _stop_ids(tokenizer, generation_config),
         "pad_token_id": tokenizer.pad_token_id,
@@ -283,7 +289,8 @@ def save_adapter(
     if not hasattr(model, "peft_config") or any(not name.endswith("score.weight") for name in others):
         return
     plain = plain_model(model)
-    pooling, base = getattr(plain.config, POOLING, "last"), plain.name_or_path
+    pooling = getattr(plain.config, POOLING, "last")
+    base = plain.name_or_path
     pad_id = getattr(plain.config.get_text_config(), "pad_token_id", None)
     tokenizer = _prepare_tokenizer(
         tokenizer, metadata, needs_own_pad=bool(others), pad_id=pad_id, is_adapter=True
@@ -298,7 +305,8 @@ def save_adapter(
     def fill(temporary: Path) -> None:
         config = copy.deepcopy(model.peft_config["default"])
         config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
-        config.task_type, config.inference_mode = "SEQ_CLS" if others else "CAUSAL_LM", True
+        config.task_type = "SEQ_CLS" if others else "CAUSAL_LM"
+        config.inference_mode = True
         config.save_pretrained(temporary)
         if others and pooling != "last":  # PEFT has no field for it: it says that it does not know the name
             _edit(temporary / ADAPTER_CONFIG, lambda said: said.update({POOLING: pooling}))

@@ -143,9 +143,11 @@ def compare_flags(args: Any, saved: dict[str, Any], origin: str, problems: Probl
             )
     saved = vars(type(args)()) | saved  # an older program did not have all flags
     for flag in dataclasses.fields(args):
-        now, before = getattr(args, flag.name), typed(flag, saved[flag.name])
+        now = getattr(args, flag.name)
+        before = typed(flag, saved[flag.name])
         if flag.name == "dtype":
-            now, before = distributed.dtype_name(now), before or saved.get("resolved_dtype")
+            now = distributed.dtype_name(now)
+            before = before or saved.get("resolved_dtype")
         if now == before or (flag.metadata["may_change"] and flag.name in NOT_WORTH_A_NOTE):
             continue
         if flag.metadata["may_change"]:

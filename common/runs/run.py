@@ -70,7 +70,11 @@ class Run(Stateful):
         steps_per_epoch: int,
         frozen: Mapping[str, str] | None = None,
     ) -> None:
-        self.args, self.earlier, self.logger, self.data, self.rows = args, earlier, logger, data, rows
+        self.args = args
+        self.earlier = earlier
+        self.logger = logger
+        self.data = data
+        self.rows = rows
         self.step = 0  # that are done
         self.num_refused = 0  # of them, and evaluations
         self.num_updates = 0  # that changed a model
@@ -80,7 +84,8 @@ class Run(Stateful):
         self.frozen = frozen or {}
         self.folder = Path(args.output_dir) if args.output_dir else None
         self.flags = dataclasses.asdict(args) | {"resolved_dtype": distributed.dtype_name(args.dtype)}
-        self.stop, self.last_saved = StopRequest(), ""
+        self.stop = StopRequest()
+        self.last_saved = ""
         self.save_clock = IntervalClock(args.save_interval, steps_per_epoch)
 
     def json_state(self) -> dict[str, Any]:
@@ -122,7 +127,8 @@ class Run(Stateful):
 
         Raises ValueError if no checkpoint is complete, or it belongs to another run.
         """
-        earlier, taken = self.earlier, None
+        earlier = self.earlier
+        taken = None
         self.models = distributed.run_together(self._fingerprints)[0]
         if distributed.is_main() and self.folder and not (self.folder / run_files.ARGS_FILE).exists():
             # First of all: without it the same command would take what follows for another run's.
@@ -212,7 +218,8 @@ class Run(Stateful):
         A run that was asked to stop also saves at a `position` within the step and exits: raises Stopped, or
         SaveFailed if that checkpoint could not be written.
         """
-        name, is_due = checkpoint_name(step, position), False
+        name = checkpoint_name(step, position)
+        is_due = False
         must_stop = self.folder is not None and self.stop.is_asked_anywhere()
         if self.args.save_interval and step > 0 and not position:
             is_due = step == self.logger.num_steps or self.save_clock.is_due(step)
@@ -243,7 +250,8 @@ class Run(Stateful):
         `point`.
         """
         self.num_refused += 1
-        count, where = self.num_refused, ""
+        count = self.num_refused
+        where = ""
         if self.folder:
             file = f"step-{step:06d}-{count:03d}-rank-{distributed.rank():05d}.jsonl"
             where = _write_batches(self.folder / "bad_batches" / file, step, error)
@@ -334,7 +342,8 @@ class StopRequest:
     def _take(self, number: signal.Signals) -> None:
         now = time.monotonic()
         if not self.name:
-            self.name, self._asked_at = number.name, now
+            self.name = number.name
+            self._asked_at = now
             if distributed.is_main():
                 say(f"{number.name}: saving, then exiting; send it again to exit at once")
         elif now - self._asked_at > SAME_REQUEST_SECONDS:

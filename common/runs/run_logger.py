@@ -81,7 +81,9 @@ class RunLogger(Stateful):
     """
 
     def __init__(self, args: RunArguments, columns: Sequence[str], num_steps: int) -> None:
-        self.columns, self.log_interval, self.num_steps = list(columns), args.log_interval, num_steps
+        self.columns = list(columns)
+        self.log_interval = args.log_interval
+        self.num_steps = num_steps
         self.is_on = distributed.is_main()
         self.folder = Path(args.output_dir) if args.output_dir and self.is_on else None
         self.started = time.monotonic()

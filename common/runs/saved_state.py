@@ -83,7 +83,9 @@ def write_slices(file: Path, slices: Iterable[TensorSlice]) -> None:
     end = 0
     ordered = sorted(slices, key=lambda one: -one.tensor.itemsize)  # all are aligned then
     for key, start, tensor in ordered:
-        name, begin, end = f"{key}@{start}", end, end + tensor.nbytes
+        name = f"{key}@{start}"
+        begin = end
+        end = end + tensor.nbytes
         assert name not in header, f"two slices of {key} begin at {start}"
         facts = {"dtype": SAFETENSORS_NAMES[tensor.dtype], "shape": list(tensor.shape)}
         header[name] = facts | {"data_offsets": [begin, end]}
@@ -137,10 +139,12 @@ class Segment(NamedTuple):
 
     def save(self, key: str, tensor: torch.Tensor) -> Iterator[TensorSlice]:
         """This rank's slice of a tensor with the owner's shape, or nothing."""
-        flat, start = self._run_of(tensor), self.start
+        flat = self._run_of(tensor)
+        start = self.start
         if self.is_on_all_ranks:
             share = own_share(self.numel)
-            flat, start = flat[share], start + share.start
+            flat = flat[share]
+            start = start + share.start
         if len(flat):
             yield TensorSlice(key, start, flat)
 
@@ -262,7 +266,8 @@ class RandomState(Stateful):
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         """This rank's states as bytes."""
-        rank, (kind, keys, *rest) = distributed.rank(), numpy.random.get_state()
+        rank = distributed.rank()
+        (kind, keys, *rest) = numpy.random.get_state()
         of_python = {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]}
         text = torch.frombuffer(bytearray(json.dumps(of_python).encode()), dtype=torch.uint8)
         yield TensorSlice(f"{rank}:python", 0, text)

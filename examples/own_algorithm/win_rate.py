@@ -24,7 +24,8 @@ def add_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> Pa
 
     Only the order of scores counts, so no scale of a reward can blow an update up.
     """
-    scores, group_ids = shaped_scores(batch, args), batch.numbers("group_ids")  # (b,), shaped by the flags
+    scores = shaped_scores(batch, args)  # (b,)
+    group_ids = batch.numbers("group_ids")
     is_rival = group_ids[:, None] == group_ids[None]  # (b, b), itself included; groups are whole on a rank
     won = torch.sign(scores[:, None] - scores[None]) * is_rival  # (b, b) 1 won, -1 lost, 0 a tie
     advantages = on_every_token(won.sum(1) / (is_rival.sum(1) - 1).clamp(min=1), batch)

@@ -30,7 +30,8 @@ class HigherOrLower:
 
     def reset(self, row: dict) -> list[dict]:
         """Begin with the row's own prompt; `number` is to be guessed."""
-        self.number, self.num_guesses = int(row["number"]), 0
+        self.number = int(row["number"])
+        self.num_guesses = 0
         return row["messages"]
 
     def step(self, messages: list[dict]) -> tuple[list[dict], float, bool]:

@@ -73,7 +73,8 @@ def load_parts(target: str, *, trust_remote_code: bool = False) -> tuple[str, An
     flag = f"--reward classifier:{target}"
     path, colon, label = target.rpartition(":")
     if not colon or Path(target).exists():
-        path, label = target, ""
+        path = target
+        label = ""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # OSError, ValueError, KeyError ... by what is missing

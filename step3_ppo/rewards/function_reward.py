@@ -44,7 +44,8 @@ class FunctionReward(TextReward):
     def __init__(self, target: str, args: Any) -> None:
         """Import the function; start the processes. Raises ValueError, see `import_function`."""
         super().__init__(f"function:{target}", args, num_threads=args.reward_processes)
-        self.function, self.timeout_seconds = import_function(target), args.reward_timeout_seconds
+        self.function = import_function(target)
+        self.timeout_seconds = args.reward_timeout_seconds
         self._workers = [Worker(target) for _ in range(args.reward_processes)]
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for worker in self._workers:

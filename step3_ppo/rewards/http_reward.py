@@ -28,7 +28,8 @@ NUM_TRIES, BACKOFF_SECONDS = 4, 1.0  # the pause behind a try doubles each time
 PASSING = (408, 429)  # statuses below 500 that say: too slow, too many requests
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 # A score takes some 20 bytes; the rest leaves room for an error's page, of which the beginning is shown.
-_ANSWER_BYTES, _SCORE_BYTES = 2**20, 256
+_ANSWER_BYTES = 2**20
+_SCORE_BYTES = 256
 _EXPECTED = 'a server must answer {"scores": [...]} with one number for each response'
 
 
@@ -39,7 +40,9 @@ class JsonClient:
 
     def __init__(self, url: str, timeout_seconds: float, variable: str, token: str) -> None:
         """`token` (from the environment's `variable`) is sent with every request; nothing is sent yet."""
-        self.url, self.timeout_seconds, self.variable = url, timeout_seconds, variable
+        self.url = url
+        self.timeout_seconds = timeout_seconds
+        self.variable = variable
         # No compressed answers: a small one could unfold into a large one.
         headers = {"accept-encoding": "identity", "content-type": "application/json"}
         if token:

@@ -69,7 +69,8 @@ def parse_reward(text: str, taken: set[str]) -> RewardSpec:
     """
     head, _, target = text.strip().partition(":")
     weight_text, star, kind = head.rpartition("*")  # a * behind the kind belongs to a path
-    kind, target = kind.strip(), target.strip()
+    kind = kind.strip()
+    target = target.strip()
     if kind in ("http", "https"):
         kind, target = "http", f"{kind}:{target}"
     if kind not in FORMS:
@@ -92,7 +93,8 @@ def parse_reward(text: str, taken: set[str]) -> RewardSpec:
     if not _names_something(kind, target):
         raise ValueError(f"--reward {text}: {target!r} names nothing; write {FORMS[kind]}")
     base = f"function_{target.rpartition(':')[2]}" if kind == "function" else kind
-    name, number = base, 1
+    name = base
+    number = 1
     while name in taken:
         number += 1
         name = f"{base}_{number}"

@@ -60,6 +60,7 @@ def shape_scores(
     if args.length_reward_tokens:
         shaped = shaped - length_shortfall(response_lengths, args.length_reward_tokens)
     if args.overlong_buffer_tokens:
-        buffer_tokens, most = args.overlong_buffer_tokens, args.max_answer_seq_len
+        buffer_tokens = args.overlong_buffer_tokens
+        most = args.max_answer_seq_len
         shaped = shaped - overlong_share(response_lengths, buffer_tokens, most)
     return shaped

@@ -127,7 +127,8 @@ class Scorer:
         """Costs of the judges since the last call, under the log names GROUP/NAME_calls, _cached,
         _prompt_tokens, _completion_tokens and _seconds (summed over requests).
         """
-        taken, self.costs = self.costs, {}
+        taken = self.costs
+        self.costs = {}
         return {f"{group}/{name}": number for name, number in taken.items()}
 
     def has_scores(self, batch: PackedBatch) -> torch.Tensor:
@@ -156,7 +157,9 @@ class PendingScores:
 
     def __init__(self, scorer: Scorer, batches: Sequence[PackedBatch], answers: Answers | None) -> None:
         """`answers` are the texts of the batches, for rewards that read text; None without such rewards."""
-        self.scorer, self.batches, self.answers = scorer, batches, answers
+        self.scorer = scorer
+        self.batches = batches
+        self.answers = answers
         self._thread: Future[Scores] | None = None
         if answers is not None:
             self._thread = in_daemon(lambda: self._score_texts(on_device=False), "rewards")
@@ -183,7 +186,8 @@ class PendingScores:
         wait([self._thread] if self._thread else [])
 
     def _score_texts(self, *, on_device: bool) -> Scores:
-        sizes, scores = [len(batch) for batch in self.batches], {}
+        sizes = [len(batch) for batch in self.batches]
+        scores = {}
         for name, reward in self.scorer.texts.items():
             if reward.is_on_device == on_device:
                 reward.first_failure = ""

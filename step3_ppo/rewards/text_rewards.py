@@ -76,7 +76,8 @@ class TextReward:
         except RewardError as error:
             if isinstance(error, RaisedError) and self.bears_failures and len(batch) > 1:
                 return [score for one in batch.batches(1) for score in self._score(one)]
-            scores, problem = [math.nan] * len(batch), str(error)
+            scores = [math.nan] * len(batch)
+            problem = str(error)
         if problem:
             first = f"first: {batch.shown(0)}"
             self.fail(f"reward {self.name}, for a batch of {len(batch)} ({first}): {problem}")

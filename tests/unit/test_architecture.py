@@ -37,13 +37,13 @@ MAX_FILE_LINES, AIM_FILE_LINES = 420, 400
 MAX_FUNCTION_LINES, AIM_FUNCTION_LINES = 90, 60
 # Amounts that a change may lower. One that raises a number says why in its commit.
 AMOUNTS = {
-    "statements": 19_127,
-    "statements that step 3 reaches": 11_840,
+    "statements": 19_463,
+    "statements that step 3 reaches": 12_056,
     "files that step 3 reaches": 117,
     "files that one file imports": 24,
-    "assignments `a, b = x, y`": 412,
-    "conditional expressions": 867,
-    "test lines per 100 lines of code": 98,
+    "assignments `a, b = x, y`": 121,
+    "conditional expressions": 860,
+    "test lines per 100 lines of code": 97,
 }
 PEER_ENVIRONMENTS = Path("benchmarks/make_peer_env.sh")
 
@@ -121,7 +121,7 @@ def check_arrows(tree: Tree) -> list[str]:
 
 
 def check_arrows_within_a_step(tree: Tree) -> list[str]:
-    """main -> build_trainer -> trainer -> roles, rollout: nothing imports a main, only these two the trainer."""
+    """main -> build_trainer -> trainer -> roles, rollout; only the first two import a trainer."""
     complaints = []
     for file, line, name in tree.imports:
         if file.parts[0] not in STEPS or not name.startswith(f"{file.parts[0]}."):

@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         runs, doubts = write_report(folders, output)
     except OSError as error:
-        runs, doubts = [], [f"--output {output} cannot be written ({error.strerror}); choose another place"]
+        runs = []
+        doubts = [f"--output {output} cannot be written ({error.strerror}); choose another place"]
     if not runs:
         for doubt in doubts:
             problems.add(doubt)

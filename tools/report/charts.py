@@ -19,7 +19,9 @@ from tools.report.run_reader import Curve
 PAGE = Path(__file__).with_name("report.html")  # its style sheet has the colors
 WIDTH, HEIGHT = 360, 190  # of a panel, in points: SVG's unit
 COLORS = ("#2463c5", "#d2600f", "#11835a", "#8e44ad", "#b58612", "#c0304d", "#343a40")  # of runs
-QUIET, GRID, CARD = "#68707a", "#eceef0", "#fffffe"
+QUIET = "#68707a"
+GRID = "#eceef0"
+CARD = "#fffffe"
 # The page's style sheet gives these variables a value for light and one for dark.
 VARIABLES = {color: f"var(--c{i})" for i, color in enumerate(COLORS)}
 VARIABLES |= {QUIET: "var(--quiet)", GRID: "var(--grid)", CARD: "var(--card)"}
@@ -176,14 +178,18 @@ def render_picture(panels: Mapping[str, Mapping[str, Curve]], x_name: str = "ste
     Names are printed in their colors under the title of their panel, on as many lines as they need.
     """
     style = re.search(r"<style>(.*?)</style>", PAGE.read_text(), re.S)[1]
-    gap, letter, line = 16, 7.2, 18  # between panels; the width of a letter, the height of a line
+    gap = 16  # between panels
+    letter = 7.2  # width
+    line = 18  # height
     names = {title: _wrap(list(curves), int(WIDTH / letter)) for title, curves in panels.items()}
     head = 26 + line * max(map(len, names.values()))  # of a title and its names
     rows = -(-len(panels) // 2)
-    width, height = 2 * WIDTH + 3 * gap, rows * (HEIGHT + head + gap) + gap
+    width = 2 * WIDTH + 3 * gap
+    height = rows * (HEIGHT + head + gap) + gap
     body = f'<style>{style}</style><rect width="{width}" height="{height}" fill="var(--card)"/>'
     for place, (title, curves) in enumerate(panels.items()):
-        left, top = gap + place % 2 * (WIDTH + gap), gap + place // 2 * (HEIGHT + head + gap)
+        left = gap + place % 2 * (WIDTH + gap)
+        top = gap + place // 2 * (HEIGHT + head + gap)
         body += f'<text x="{left}" y="{top + 12}" font-weight="600" fill="var(--ink)">{escape(title)}</text>'
         for row, of_line in enumerate(names[title]):
             words = [

@@ -154,7 +154,8 @@ def compose_turns(
     part: str, num_turns: int, seed: int, *, hold_out_topics: bool = False
 ) -> list[tuple[str, str]]:
     """Distinct messages with kind and curt replies; `eval` has the phrases that `train` lacks."""
-    rng, topics = random.Random(f"{part} {seed}"), topics_of(part, hold_out_topics=hold_out_topics)
+    rng = random.Random(f"{part} {seed}")
+    topics = topics_of(part, hold_out_topics=hold_out_topics)
     turns: dict[tuple[str, str], None] = {}
     while len(turns) < num_turns:
         topic, intent = rng.choice(topics), rng.choice(list(MESSAGES))
@@ -167,10 +168,12 @@ def compose_pairs(
     part: str, num_pairs: int, seed: int, *, hold_out_topics: bool = False
 ) -> list[tuple[str, str, str]]:
     """Messages, each with a kind reply and one that has one of FLAWS."""
-    rng, topics = random.Random(f"{part} pairs {seed}"), topics_of(part, hold_out_topics=hold_out_topics)
+    rng = random.Random(f"{part} pairs {seed}")
+    topics = topics_of(part, hold_out_topics=hold_out_topics)
     pairs: dict[tuple[str, str, str], None] = {}
     while len(pairs) < num_pairs:
-        (topic, other), intent = rng.sample(topics, 2), rng.choice(list(MESSAGES))
+        (topic, other) = rng.sample(topics, 2)
+        intent = rng.choice(list(MESSAGES))
         chosen = compose_reply(topic, intent, rng, is_kind=True)
         rejected = _flawed_reply(rng.choice(FLAWS), topic, other, intent, rng)
         if chosen != rejected:

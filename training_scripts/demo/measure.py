@@ -43,7 +43,8 @@ from training_scripts.demo.text_measures import distinct_2, is_kind, is_on_topic
 SEED = 1234
 MAX_RESPONSE_TOKENS = 40  # as in step 3
 LIMITS = {"small": (480, 4), "smollm2": (1500, 10)}  # seconds, GiB, on two CPU cores
-NUM_SHOWN, SHOWN_WORDS = 5, range(4, 13)  # prompts of so many words say something, and fit on a line
+NUM_SHOWN = 5
+SHOWN_WORDS = range(4, 13)  # per prompt: they fit on a line
 
 # Key of summary.json: what it is, decimals shown, the aim that `missed_aims` holds it against.
 NUMBERS = {
@@ -206,7 +207,8 @@ def load_model(name: str | Path) -> PreTrainedModel:
 
 def measure(args: argparse.Namespace) -> tuple[dict[str, float], list[str]]:
     """The numbers of summary.json except time and memory, and the lines to print below the table."""
-    inputs, exports = args.output_dir / "inputs", [args.output_dir / f"step{n}" / "export" for n in (1, 3)]
+    inputs = args.output_dir / "inputs"
+    exports = [args.output_dir / f"step{n}" / "export" for n in (1, 3)]
     tokenizer = load_tokenizer(str(exports[0]))
     template = build_template(args.template, tokenizer)
     examples, held_out = tokenise(inputs / "sft" / "eval.jsonl", template)

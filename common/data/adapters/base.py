@@ -208,7 +208,8 @@ class MapStyle(AnyForm):
                 f"--data_path {source}: {kind.__name__} needs get_prompt, as DeepSpeed-Chat's classes have, "
                 "or __len__ and __getitem__ that give rows, or must derive from common.data.registry.Adapter"
             )
-        self.kind, self._rows = kind, make_own(kind, source, args, named)
+        self.kind = kind
+        self._rows = make_own(kind, source, args, named)
 
     def load(self) -> tuple[RawRows, None]:
         """See Adapter; a row is bad if the index raises. Raises ValueError if the length raises."""

@@ -166,7 +166,8 @@ def _arguments(kind: type, values: dict[str, Any], given: dict[str, Any]) -> tup
 
     Raises TypeError if it needs something else.
     """
-    signature, ordered = inspect.signature(kind), list(values.values())
+    signature = inspect.signature(kind)
+    ordered = list(values.values())
     named = {name: values[name] for name in signature.parameters if name in values}
     ways = [([], named)] if named else []
     for args, names in (*ways, (ordered[:4], {}), (ordered, {}), ([], {})):
@@ -182,7 +183,8 @@ def _arguments(kind: type, values: dict[str, Any], given: dict[str, Any]) -> tup
 def _reply(prompt: str, whole: str | BadRow | None, reply: str | BadRow | None) -> str | BadRow | None:
     """The text after the prompt in `whole`, else `reply`; else the reason why there is no text."""
     if isinstance(whole, str):
-        head, text = prompt.strip(), whole.strip()
+        head = prompt.strip()
+        text = whole.strip()
         if text.startswith(head):
             rest = text[len(head) :]
             rest = rest if head.endswith("Assistant:") else LEADING_CUE.sub("", rest)

@@ -144,7 +144,8 @@ def _parse_turn(where: str, turn: Any) -> Turn:
     for name, text in parts.items():
         expect(f"{where}: {name}", text or "", str, "text")
     if speaker == "function_call":  # ShareGPT's
-        calls, content = content, None
+        calls = content
+        content = None
     if not is_blank(calls):
         named = parse_functions(f"{where}: tool_calls", calls)
         parts["tool_calls"] = [_parse_call(where, call) for call in named]
