@@ -31,13 +31,13 @@ WITHOUT_VALUE = {"offload": "all", "critic_offload": "all", "whiten_scores": "ba
 OLDER_FORMS = {
     "max_tokens_per_micro_batch": r"(?P<max_tokens_per_micro_batch>\d+),(?P<max_tokens_per_scoring_pass>\d+)",
     "clip_range": r"(?P<clip_range>[^,]+),(?P<clip_range_high>[^,]+)",
-    "distill_loss": r"((?P<distill_weight>[^*]+)\*)?(?P<distill_loss>[^*:]+)(:(?P<distill_beta>.+))?",
+    "distill_loss": r"((?P<distill_weight>[^*]+)\*)?(?P<distill_loss>[^*:]+)((?<=jsd):(?P<distill_beta>.+))?",
     "early_stop_kl": r"(?P<early_stop_kl>.+):(?P<early_stop_action>skip)",
     "kl_in": r"(?P<kl_in>reward|loss):(?P<kl_estimator>k[123])",
     "optimizer": r"(?P<optimizer>muon):(?P<muon_learning_rate>.+)",
     "reward_on_error": r"(?P<reward_on_error>default):(?P<reward_default_score>.+)",
     "rollout_correction": (
-        r"(?P<rollout_correction>\w+):((?P<correction_low>[^,]+),)?(?P<correction_high>[^,]+)"
+        r"(?P<rollout_correction>(?!none)\w+):((?P<correction_low>[^,]+),)?(?P<correction_high>(?![0.]+$)[^,]+)"
     ),
     "truncated": r"((?P<truncated>bootstrap):)?(?P<truncated_score>[-+.\d].*)",
 }

@@ -283,6 +283,24 @@ def test_an_older_spelling_is_taken_with_a_note_and_resumed(words):
     assert compare_flags(args, saved, "ORIGIN", problems) == [] == problems.messages
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["--rollout_correction tis:0", "--rollout_correction mis:0.5,0.0", "--rollout_correction none:2"]
+    + [
+        "--distill_loss forward_kl:0.5",
+        "--distill_loss jsd:2",
+        "--optimizer adamw:1e-3",
+        "--truncated mask:1",
+    ]
+    + ["--kl_in reward:k4", "--early_stop_kl 0.1:go", "--clip_range 0.2,", "--clip_range 0.2,-1"],
+)
+def test_an_older_spelling_that_was_no_value_is_still_none(words):
+    _, messages = parse(PPOArguments, f"--actor_model_name_or_path m {words}")
+    flag, value = words.split()
+    assert messages and all(text.startswith("--") for text in messages), messages
+    assert flag in messages[0] or value.partition(":")[2] in messages[0]
+
+
 def test_an_older_spelling_needs_its_flags():
     _, (message,) = parse(SFTArguments, "--model_name_or_path m --max_tokens_per_micro_batch 64,128")
     assert message.startswith("--max_tokens_per_micro_batch 64,128: expected a whole number")
