@@ -74,7 +74,8 @@ class RoleSpec:
     @property
     def label(self) -> str:
         """The role as messages name it."""
-        return f"reward {self.name}" if self.is_value_model and not self.is_trained else self.name
+        is_reward = self.is_value_model and not self.is_trained
+        return f"reward {self.name}" if is_reward and self.name != "reward" else self.name
 
     @property
     def is_offloaded(self) -> bool:
