@@ -1,8 +1,8 @@
-"""The roles of a run: which there are, which of them share a frozen base, and their construction.
+"""The roles of a run: a specification of each, which of them share a frozen base, and their construction.
 
-A role shares its base if that stays as it is: adapters train alone, or it is a reward model. Roles whose base
-is the same folder or hub name hold the same parameters then, each with adapters and head of its own. The
-reference needs nothing: it is the actor's adapters as they began.
+A role can share its base if that does not change: only adapters are trained, or it is a reward model. Roles
+whose base is the same folder or hub name then hold the same parameters, each with its own adapters and head.
+The reference needs no base: it is the actor with its initial adapters.
 """
 
 from collections.abc import Sequence
@@ -177,10 +177,10 @@ def fill_ranks(args: Any, problems: Problems) -> None:
 
 
 def describe_bases(args: Any, specs: Sequence[RoleSpec], problems: Problems) -> list[str]:
-    """A line for each base that several roles share, and for each that must be held twice.
+    """A line for each base that several roles share, and for each that is held twice.
 
-    Adds a problem if a role of the latter starts from an adapter, and so asks to share, or if an adapter does
-    not name its base.
+    Adds a problem if a role of the latter starts from an adapter, which asks for sharing, or if an adapter
+    does not name its base.
     """
     sharing: dict[str, dict[BaseKey, list[RoleSpec]]] = {}
     with problems.catch():

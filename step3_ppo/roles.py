@@ -35,8 +35,8 @@ from step3_ppo.trainer_state import ExponentialMovingAverage
 class Role:
     """A model that computes something for each response: a module, or a DeepSpeed engine around one.
 
-    `is_packed`: its passes take packed sequences. `shares_prompts`: with the prompt of adjacent responses
-    once. `is_offloaded`: its weights are on the CPU between uses.
+    `is_packed`: its passes take packed sequences. `shares_prompts`: a prompt is computed once for adjacent
+    responses. `is_offloaded`: its weights are on the CPU between uses.
     """
 
     model: Any
@@ -57,7 +57,7 @@ class Role:
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
-        """Context: eval mode, no gradients, offloaded weights on the device."""
+        """Context with eval mode, no gradients, and offloaded weights on the device."""
         self.model.eval()
         weights = self._offloaded.on_device() if self._offloaded else nullcontext()
         with watchdog.phase(f"the scores of the {self.name}", clock=self.clock), torch.no_grad(), weights:
@@ -73,7 +73,7 @@ class Role:
 
 
 class Policy(Role):
-    """A role whose scores are log-probabilities (total,) fp32 of the response tokens.
+    """A role that computes log-probabilities (total,) fp32 of the response tokens.
 
     With `support_ids` in a batch they are normalised over the tokens that could be sampled.
     """
@@ -93,7 +93,7 @@ class Policy(Role):
         return self.score_tokens(batch, partial(OutputHead.logprobs, with_entropy=with_entropy, mask=mask))
 
     def score_tokens(self, batch: PackedBatch, compute: Callable[[OutputHead, torch.Tensor], Any]) -> Any:
-        """What `compute` makes of the logits of the response tokens; see PolicyModel."""
+        """Result of `compute` for the logits of the response tokens; see PolicyModel."""
         inputs, slots = self.build_inputs(batch)
         return self.model(inputs, slots, batch.data["response_ids"], compute)
 
@@ -207,7 +207,7 @@ class Actor(Policy):
             return [self.compute_divergence(batch, teacher, beta)[3] for batch in batches]
 
     def find_sampling_masks(self, batches: Sequence[PackedBatch]) -> list[SamplingMask]:
-        """The tokens that the sampler could draw, for each batch. Every rank must call this."""
+        """The tokens that could be sampled, for each batch. Every rank must call this."""
         kept_tokens = partial(OutputHead.kept_tokens, top_k=self.sampling.top_k, top_p=self.sampling.top_p)
         with self.scoring():
             return [SamplingMask(*self.score_tokens(batch, kept_tokens)) for batch in batches]

@@ -61,11 +61,11 @@ class Rollout:
         self.max_gap = MAX_LOGPROB_GAP if self.source == "strict" else math.inf  # else an update is refused
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """State for a resumed run."""
         return {"refilled_fraction": self.refilled_fraction, "recomputes": self.recomputes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state."""
+        """Restore a saved state."""
         self.refilled_fraction = state["refilled_fraction"]
         self.recomputes = state["recomputes"]
 
@@ -290,7 +290,7 @@ def join_scores(
 
 
 def add_sampling_mask(batch: PackedBatch, mask: SamplingMask) -> PackedBatch:
-    """The batch with the tokens that the sampler could draw at each response token."""
+    """The batch with the tokens that could be sampled at each response token."""
     batch = batch.with_key("support_counts", mask.counts, like="response_ids")
     of_responses = torch.stack([part.sum() for part in batch.sequences("support_counts")])
     return batch.with_key("support_ids", mask.token_ids.cpu().int(), lengths=of_responses)

@@ -109,8 +109,8 @@ def with_closing(batch: PackedBatch, closing_ids: Sequence[int]) -> PackedBatch:
 
 
 def put_back(kept: PackedBatch, batch: PackedBatch) -> PackedBatch:
-    """`batch` with the columns that an algorithm added to some of its rows; zeros in the others, which count
-    in no loss.
+    """`batch` with the columns that an algorithm added to some of its rows; zeros in the others, which are in
+    no loss.
     """
     if len(kept) == len(batch):
         return kept
@@ -187,8 +187,8 @@ def exchange_rows(batch: PackedBatch, wanted: Sequence[Sequence[int]]) -> Packed
 def replace_rows(
     batch: PackedBatch, dropped: Sequence[int], fresh: PackedBatch, taken: Sequence[int]
 ) -> PackedBatch:
-    """The batch without the dropped sample ids and with the `taken` rows of `fresh`, with equal numbers on
-    each rank again; only surplus rows move.
+    """The batch without the dropped sample ids and with the `taken` rows of `fresh`, redistributed to equal
+    numbers per rank; only surplus rows move.
 
     As many rows are dropped as taken, over all ranks, in whole groups. Every rank must call this.
     """

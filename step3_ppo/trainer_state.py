@@ -61,11 +61,11 @@ class ValueNormaliser:
         self.mean += share * distance
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed run needs."""
+        """State for a resumed run."""
         return {"weight": self.weight, "mean": self.mean, "variance": self.variance}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take over a saved state."""
+        """Restore a saved state."""
         self.weight = state["weight"]
         self.mean = state["mean"]
         self.variance = state["variance"]
@@ -128,7 +128,7 @@ class OpenStep:
     is_done: bool = False  # an early stop
 
     def state_dict(self) -> dict[str, Any]:
-        """The fields but for `batch`, whose rows are saved as tensors."""
+        """All fields except `batch`, whose rows are saved as tensors."""
         return {name: value for name, value in vars(self).items() if name != "batch"}
 
     @property

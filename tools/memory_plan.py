@@ -68,17 +68,17 @@ class Moment:
         return sum(self.gpu.values())
 
     def hold(self, role: str, item: str, num_bytes: float, *, on_cpu: bool = False) -> None:
-        """Add bytes to those of an item."""
+        """Add bytes to an item."""
         holdings = self.cpu if on_cpu else self.gpu
         if num_bytes:
             holdings[role, item] = holdings.get((role, item), 0.0) + num_bytes
 
 
 class MemoryPlan:
-    """All moments of a run against the memory that there is, all in bytes.
+    """All moments of a run compared with the available memory, all in bytes.
 
-    `left` on a device at the peak, negative where it does not fit; `cpu_peak` and, while the largest model is
-    read, `loading` of a machine's CPU memory; `lacking` of both kinds together, 0 where the run fits.
+    `left` on a device at the peak, negative if it does not fit; `cpu_peak` and, while the largest model is
+    read, `loading` of a machine's CPU memory; `lacking` of both kinds together, 0 if the run fits.
     """
 
     def __init__(self, run: Run) -> None:
@@ -99,7 +99,7 @@ class MemoryPlan:
         self.fits = self.lacking == 0
 
     def of_phase(self, phase: str) -> Moment:
-        """Return the moment of a phase that holds most."""
+        """The moment of a phase that holds most."""
         return max((m for m in self.moments if m.phase == phase), key=lambda moment: moment.total)
 
 
@@ -133,8 +133,8 @@ def _fill(run: Run, moment: Moment) -> Moment:
 
 
 def reserved_gib(run: Run) -> float:
-    """Memory outside of tensors: CUDA context, fragmentation and NCCL's buffers, which grow with the number
-    of communicators on 8 ranks and more; on a CPU the libraries of a process.
+    """Memory outside tensors in GiB: CUDA context, fragmentation and NCCL's buffers, which grow with the
+    number of communicators on 8 ranks and more; on a CPU the libraries of a process.
     """
     return 0.7 if run.is_cpu else 2.0 + (run.num_ranks >= 8)
 
@@ -170,7 +170,7 @@ def _hold_training_state(run: Run, role: Role, verb: str, moment: Moment) -> Non
 
 
 def _hold_gradients(run: Run, role: Role, verb: str, moment: Moment, num_stepped: float) -> None:
-    """Hold all gradients, or those that the rank steps, which under offload lie on the CPU, in fp32 too."""
+    """Hold all gradients, or those that this rank steps, which under offload are on the CPU, in fp32 too."""
     whole = run.num_bytes * role.model.num_trained
     own = run.num_bytes * num_stepped
     if role.steps_on_cpu:
@@ -203,12 +203,12 @@ def _hold_buckets(run: Run, role: Role, verb: str, moment: Moment) -> None:
 
 
 def _gathered(run: Run, role: Role, verb: str) -> float:
-    """Return the bytes of whole weights that ZeRO 3 holds while a model runs.
+    """Bytes of whole weights that ZeRO 3 holds while a model runs.
 
-    A pass without gradients: what is fetched ahead, until so many parameters are there. With them: all
-    weights, as torch's linear saves a view of its weight, unless layers are recomputed; then at least what
-    the backward pass will need within the reuse distance, which a layer's forward, recomputation and backward
-    each count for.
+    Without gradients: what is prefetched, up to the limit of live parameters. With gradients: all weights,
+    because torch's linear saves a view of its weight, unless layers are recomputed; then at least what the
+    backward pass will need within the reuse distance, in which a layer's forward, recomputation and backward
+    each count.
     """
     settings, model = role.zero, role.model
     live = float(settings.max_live_parameters)
@@ -228,7 +228,7 @@ def _gathered(run: Run, role: Role, verb: str) -> float:
 
 
 class Activations(NamedTuple):
-    """Bytes of one sequence of the length that was asked for."""
+    """Bytes of one sequence of the traced length."""
 
     saved_by_layer: int  # for the backward pass, without checkpointing
     saved_outside: int  # embeddings, the last norm
@@ -240,7 +240,7 @@ class Activations(NamedTuple):
 def trace_activations(model: PlannedModel, dtype: str, length: int) -> Activations:
     """Activations that a pass over one sequence of `length` tokens saves and holds, traced on fake tensors.
 
-    The attention is the family's own under torch, without a mask: `build_model_inputs` gives none.
+    The attention is the family's own under torch, without a mask, as `build_model_inputs` makes none.
     """
     # transformers would make one to be safe: fake positions do not tell it that nothing is packed.
     whole = mock.patch("transformers.masking_utils.find_packed_sequence_indices", lambda positions: None)
@@ -253,7 +253,7 @@ def trace_activations(model: PlannedModel, dtype: str, length: int) -> Activatio
 
 
 def _trace(plain: PreTrainedModel, dtype_name: str, length: int, num_layers: int) -> Activations:
-    """Activations of a model of a few layers; all that it saves counts as `saved_by_layer`."""
+    """Activations of a model of a few layers; everything that it saves counts as `saved_by_layer`."""
     config = copy.deepcopy(plain.config)
     dtype = DTYPES["bf16" if dtype_name == "fp16" else dtype_name]  # as wide
     config.num_hidden_layers = num_layers
@@ -281,7 +281,7 @@ def _trace(plain: PreTrainedModel, dtype_name: str, length: int, num_layers: int
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that operations made and that are still there; weights do not count."""
+    """Counts the bytes of storages created by operations and still alive, without weights."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ class LiveBytes(TorchDispatchMode):
         self._known: dict[int, Any] = {weight.untyped_storage()._cdata: weight for weight in weights}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and take note of what is new."""
+        """Run the operation and count new storages."""
         result = function(*args, **(kwargs or {}))
         tree_map_(self._note, result)
         return result
@@ -371,7 +371,7 @@ def head_bytes(run: Run, role: Role, num_tokens: float, *, is_training: bool) ->
 
 def _hold_generation(run: Run, role: Role, is_on: bool, moment: Moment) -> None:
     """Hold slices, keys and values, and buffers; keys, values and captured passes, with the slices that they
-    read, stay until they are released.
+    read, are kept until they are released.
     """
     args = run.args
     b = run.num_bytes

@@ -1,13 +1,12 @@
-"""Plans whether a run fits its machines, which flag to change if not, and what ranks send.
+"""Plans whether a run fits its machines, which flags to change if not, and what ranks send.
 
-python -m tools.plan --stage 3 --actor_model_name_or_path SFT --critic_model_name_or_path REWARD \
-    --actor_zero_stage 3 --enable_hybrid_engine --gpu a100-80g --num_gpus 8
+    python -m tools.plan --stage 3 --actor_model_name_or_path SFT --critic_model_name_or_path REWARD \
+        --actor_zero_stage 3 --enable_hybrid_engine --gpu a100-80g --num_gpus 8
 
-The flags are those of the step, and the machines'. Nothing is loaded and no GPU is needed: figures are worked
-out from the models' configurations (`memory_plan.py`, `traffic_plan.py`). Exit code 1 where it does not fit.
-
-run.sh, train.py and the steps' programs call it with --gpu here before a step starts: exit code 2 where that
-does not fit, and 0 after one line where nobody can tell.
+The flags are those of the step and of the machines. Nothing is loaded and no GPU is needed: the figures are
+computed from the models' configurations (`memory_plan.py`, `traffic_plan.py`). The exit code is 1 if it does
+not fit. run.sh, train.py and the steps' programs call it with --gpu here before a step starts: then the exit
+code is 2 if it does not fit, and 0 after a one-line note if it cannot be planned.
 """
 
 import math
@@ -31,7 +30,7 @@ from tools.traffic_plan import is_recomputed, plan_traffic
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Check the flags, plan, print; exit code 1 where the run does not fit, 2 where the flags are wrong."""
+    """Check the flags, plan, print; exit code 1 if the run does not fit, 2 for invalid flags."""
     startup.quiet_libraries()
     problems = Problems()
     args = parse_step_args(PlanArguments, argv, description=__doc__.splitlines()[0], problems=problems)
@@ -48,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def plan_start(args: Any, problems: Problems) -> None:
-    """Print the plan of a step on this machine's GPUs; leave with 2 where it does not fit.
+    """Print the plan of a step on this machine's GPUs; exit with 2 if it does not fit.
 
-    Nothing else stops a start: the step itself knows better what is wrong with its flags.
+    Nothing else prevents a start: the step itself reports invalid flags better.
     """
     try:
         args = with_own_gpu(args)
@@ -71,9 +70,9 @@ def plan_start(args: Any, problems: Problems) -> None:
 
 
 def with_own_gpu(args: Any) -> Any:
-    """Return the flags with name and memory of the smallest GPU that is used here, and with its precision.
+    """The flags with name and memory of the smallest GPU of this machine, and with its precision.
 
-    Raises ValueError where torch sees none.
+    Raises ValueError if torch sees none.
     """
     if not distributed.has_gpu():
         raise ValueError("torch sees no GPU")
@@ -87,19 +86,19 @@ def with_own_gpu(args: Any) -> Any:
 
 
 def grid(rows: Sequence[Sequence[str]], num_left: int = 1) -> list[str]:
-    """Return the rows as lines with aligned columns, the first `num_left` of them to the left."""
+    """The rows as lines with aligned columns, the first `num_left` of them left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     shapes = [f"{{:{'<' if i < num_left else '>'}{width}}}" for i, width in enumerate(widths)]
     return ["  ".join(shapes).format(*row).rstrip() for row in rows]
 
 
 def gib(num_bytes: float) -> str:
-    """Return bytes in GiB, a dash for none."""
+    """Bytes in GiB, a dash for none."""
     return f"{num_bytes / 2**30:.2f}" if num_bytes else "-"
 
 
 def head_lines(run: Run) -> list[str]:
-    """Say what is planned: step, machines, models."""
+    """Step, machines and models of the plan."""
     args = run.args
     rows = [["role", "family", "parameters, M", "trained, M", "ZeRO"]]
     for role in run.roles:
@@ -117,7 +116,7 @@ def head_lines(run: Run) -> list[str]:
 
 
 def memory_lines(run: Run, memory: MemoryPlan) -> list[str]:
-    """Show what a rank holds in each phase, and on its CPU."""
+    """Memory of a rank in each phase, and on its CPU."""
     moments = [memory.of_phase(phase) for phase in dict.fromkeys(m.phase for m in memory.moments)]
     rows = [
         [f"{'' if run.is_cpu else 'GPU '}memory of a rank, GiB", "", *(m.phase.split()[0] for m in moments)],
@@ -137,7 +136,7 @@ def memory_lines(run: Run, memory: MemoryPlan) -> list[str]:
 
 
 def item_rows(columns: Sequence[Holdings]) -> list[list[str]]:
-    """Return a row for each item of a role that is worth a digit somewhere."""
+    """A row for each item of a role that is not negligible."""
     keys = dict.fromkeys(key for held in columns for key in held)
     roles = list(dict.fromkeys(role for role, _ in keys))
     rows = []
@@ -149,7 +148,7 @@ def item_rows(columns: Sequence[Holdings]) -> list[list[str]]:
 
 
 def verdict_lines(run: Run, memory: MemoryPlan) -> list[str]:
-    """Say whether it fits, and what would make it."""
+    """Whether it fits, and changes with which it would."""
     peak = memory.peak
     what = f"{peak.phase}, {peak.verb}" if peak.verb in TRAINING else f"{peak.phase} {peak.role}".strip()
     if memory.fits:
@@ -171,14 +170,14 @@ def verdict_lines(run: Run, memory: MemoryPlan) -> list[str]:
 
 
 def traffic_lines(run: Run) -> list[str]:
-    """Show what a rank receives in each phase of a step."""
+    """Bytes that a rank receives in each phase of a step."""
     rows = [["a rank receives in a step, GiB", "in its machine", "from others", "from and to the CPU"]]
     rows += [[name, *map(gib, asdict(phase).values())] for name, phase in plan_traffic(run).items()]
     return grid(rows)
 
 
 def assumption_lines(run: Run) -> list[str]:
-    """Name what the figures rest on."""
+    """Assumptions behind the figures."""
     args = run.args
     cpu = f"{args.cpu_memory_gib:g} GiB" if args.cpu_memory_gib else "not known, so not checked"
     lines = [
@@ -202,14 +201,14 @@ def assumption_lines(run: Run) -> list[str]:
 
 
 class Change(NamedTuple):
-    """Flags to set, and what that costs."""
+    """Flags to set, and their cost."""
 
     flags: dict[str, Any]
     cost: str
 
 
 def apply(run: Run, changes: Sequence[Change]) -> Run | None:
-    """Return the run with the changes made, one after the other; None where its flags exclude each other."""
+    """The run with the changes applied one after the other; None if its flags exclude each other."""
     args = run.args
     for change in changes:
         args = replace(args, **change.flags)
@@ -217,14 +216,14 @@ def apply(run: Run, changes: Sequence[Change]) -> Run | None:
 
 
 def find_changes(run: Run) -> list[Change] | None:
-    """Return changes that together make a run fit, none of them idle; None where nothing does.
+    """Changes that together make a run fit, all of them necessary; None if there are none.
 
-    They are made one after the other, the cheapest first, until the run fits; then those go, the dearest
-    first, without which it still does.
+    They are applied one after the other, the cheapest first, until the run fits; then those that are not
+    needed are dropped, the most expensive first.
     """
 
     def lacking(changes: Sequence[Change]) -> float:
-        """Return the bytes that are too many: 0 where it fits, inf where the flags exclude each other."""
+        """Bytes that are missing: 0 if it fits, inf if the flags exclude each other."""
         changed = apply(run, changes)
         return math.inf if changed is None else MemoryPlan(changed).lacking
 
@@ -244,7 +243,7 @@ def find_changes(run: Run) -> list[Change] | None:
 
 
 def candidate_changes(run: Run) -> Iterator[Change]:
-    """Yield what may be changed, the cheapest first, each in its gentlest variant first."""
+    """Yield possible changes, the cheapest first, each in its mildest variant first."""
     args = run.args
     is_ppo = run.args.stage == 3
     roles = [f"{role.name}_" if is_ppo else "" for role in run.roles if role.spec.is_trained]
@@ -288,14 +287,14 @@ def candidate_changes(run: Run) -> Iterator[Change]:
 
 
 def _in_parts(args: Any, size_flag: str, count_flag: str, cost: str) -> Iterator[Change]:
-    """Yield a batch in smaller parts, and as many more of them."""
+    """Yield changes that split a batch into smaller parts, and correspondingly more of them."""
     size, count = getattr(args, size_flag), getattr(args, count_flag)
     for n in halvings(size):
         yield Change({size_flag: n, count_flag: count * size // n}, cost)
 
 
 def halvings(number: int, least: int = 1) -> list[int]:
-    """Return the number halved again and again, down to `least`."""
+    """The number halved again and again, down to `least`."""
     if number % 2 or number // 2 < least:
         return []
     return [number // 2, *halvings(number // 2, least)]

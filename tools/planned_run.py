@@ -41,7 +41,7 @@ SHAPES = Path(__file__).resolve().parents[1] / "training_scripts/model_shapes.js
 class PlannedModel:
     """A model without weights: `plain` of transformers, and `module`, which has the adapters of `lora`.
 
-    Raises ValueError for a classifier without a `score` head, and where nothing would get an adapter.
+    Raises ValueError for a classifier without a `score` head, or if no layer would get an adapter.
     """
 
     def __init__(self, plain: PreTrainedModel, lora: LoraOptions | None = None) -> None:
@@ -73,9 +73,9 @@ class PlannedModel:
         self.largest_module = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in modules)
 
     def find_cuts(self, tp_size: int) -> dict[str, Cut]:
-        """Return where weights are cut, {} for a family without a plan: it generates with t = 1.
+        """Cuts of the weights; {} for a family without a plan, which generates with t = 1.
 
-        Raises ValueError for a size that the model cannot be cut into.
+        Raises ValueError for a size that does not fit the model.
         """
         try:
             return build_cuts(self.plain, tp_size)
@@ -85,7 +85,7 @@ class PlannedModel:
 
 @cache
 def with_adapters(model: PlannedModel, lora: LoraOptions) -> PlannedModel:
-    """Return the model with adapters, itself where `lora` asks for none."""
+    """The model with adapters, or unchanged if `lora` has none."""
     return PlannedModel(model.plain, lora) if lora.dim or lora.folder else model
 
 
@@ -93,7 +93,7 @@ def with_adapters(model: PlannedModel, lora: LoraOptions) -> PlannedModel:
 
 
 class Switch(NamedTuple):
-    """What becomes of weights on a rank as it begins to generate, in elements."""
+    """Elements of weights that a rank holds and moves when generation starts."""
 
     new: int  # of its slices: what is not the trainer's own memory
     from_gather_group: int  # received
@@ -106,9 +106,9 @@ class Switch(NamedTuple):
 def plan_switch(
     model: PlannedModel, layout: TPLayout, at_once: int, *, is_sharded: bool, is_packed: bool = False
 ) -> Switch:
-    """What the hybrid engine moves and holds on a rank, by its own plan, `at_once` layers at a time.
+    """Elements that the hybrid engine moves and holds on a rank, by its own plan, `at_once` layers at a time.
 
-    Not `is_sharded`: every rank has all weights whole. `is_packed`: those of linear layers in 4 bits.
+    Unless `is_sharded`, every rank has all weights. `is_packed`: linear layers are in 4 bits.
     """
     cuts = model.find_cuts(layout.tp_size)
     weights = trained_weights(model.module)
@@ -147,7 +147,7 @@ WITHOUT_BF16 = ("cpu", "t4-16g")  # devices whose default precision is fp32
 
 @dataclass
 class PlanArguments(StageArguments):
-    """The machines."""
+    """Machines."""
 
     gpu: str = flag(
         "h100-80g",
@@ -172,12 +172,12 @@ class Role:
 
     @property
     def name(self) -> str:
-        """As the step calls it."""
+        """Its name in the step."""
         return self.spec.name
 
     @property
     def is_checkpointed(self) -> bool:
-        """Whether the backward pass computes activations anew."""
+        """Whether the backward pass recomputes activations."""
         return self.spec.flags.gradient_checkpointing
 
     @property
@@ -192,7 +192,7 @@ class Role:
 
     @property
     def params_on_cpu(self) -> bool:
-        """Whether its weights wait on the CPU: under ZeRO 3 layer by layer, else between uses."""
+        """Whether its weights are kept on the CPU: under ZeRO 3 layer by layer, else between uses."""
         return self.spec.is_offloaded or self.zero.offload_param is not None
 
     @property
@@ -202,9 +202,10 @@ class Role:
 
 
 class Run:
-    """Everything that a plan depends on: the flags (PlanArguments' and the step's) and what they come to.
+    """Everything that a plan depends on: the flags (PlanArguments' and the step's) and quantities derived
+    from them.
 
-    Raises ValueError where a model cannot have the adapters, or be cut into the slices, that the flags name.
+    Raises ValueError if a model does not fit the adapters or slices that the flags set.
     """
 
     def __init__(self, args: Any, specs: Sequence[RoleSpec], models: Models) -> None:
@@ -251,7 +252,9 @@ class Run:
         self.num_slots = min(args.generation_slots or DEFAULT_SLOTS, waiting) if is_hybrid else waiting
 
     def count_tokens(self, rows: int) -> int:
-        """Return the most tokens that are computed of rows next to each other: each group's prompt once."""
+        """The largest number of tokens computed for this many adjacent rows: each group's prompt counts
+        once.
+        """
         num_groups = (
             rows // self.group_size if rows % self.group_size == 0 else (rows - 2) // self.group_size + 2
         )
@@ -259,7 +262,7 @@ class Run:
         return rows * self.row_length - num_twice * (self.args.max_prompt_seq_len if self.actor else 0)
 
     def plan_switch(self) -> Switch:
-        """What the switch to generation moves and holds, in elements of a rank."""
+        """Elements that the switch to generation moves and holds on a rank."""
         is_contiguous = self.has_contiguous_groups
         rank = int(is_contiguous and self.num_ranks > 1)  # most others have nothing of their slice either
         return plan_switch(
@@ -280,12 +283,12 @@ def shares_prompts(args: Any, model: PlannedModel) -> bool:
 
 
 def sequence_length(args: Any) -> int:
-    """Return the most tokens that a sequence may have."""
+    """The largest number of tokens of a sequence."""
     return args.max_prompt_seq_len + args.max_answer_seq_len if args.stage == 3 else args.max_seq_len
 
 
 def build_roles(args: Any, specs: Sequence[RoleSpec], models: Models) -> list[Role]:
-    """The roles that have a model, the actor first."""
+    """The roles with a model, the actor first."""
     roles: list[Role] = []
     held: set[BaseKey] = set()
     for spec in (spec for spec in specs if spec.name in models):
@@ -309,7 +312,7 @@ def build_roles(args: Any, specs: Sequence[RoleSpec], models: Models) -> list[Ro
 
 
 def read_run(args: Any, problems: Problems) -> Run:
-    """Return the run that the flags describe, or leave with all that is wrong with them."""
+    """The run of the flags; exits with all problems if there are any."""
     models = read_models(args, problems)
     run = None if problems.messages else build_run(args, models, problems)
     problems.exit_if_any()
@@ -339,7 +342,7 @@ def build_run(args: Any, models: Models, problems: Problems) -> Run | None:
 
 
 def read_models(args: Any, problems: Problems) -> Models:
-    """The models by role, after adding the problems of their paths."""
+    """Models by role; adds the problems of their paths."""
     models: dict[tuple[str, bool], PlannedModel | None] = {}
     specs = find_specs(with_critic(args) if args.stage == 3 else args, problems)
     for spec in specs:
@@ -350,7 +353,7 @@ def read_models(args: Any, problems: Problems) -> Models:
 
 
 def read_model(args: Any, spec: RoleSpec, problems: Problems) -> PlannedModel | None:
-    """The model; None after adding why it cannot be had."""
+    """The model; None after adding why it cannot be planned."""
     config = None
     with problems.catch():
         config = known_config(base_of(spec.path)) or model_checks.check_model(
@@ -371,17 +374,17 @@ def read_model(args: Any, spec: RoleSpec, problems: Problems) -> PlannedModel | 
 
 
 def with_critic(args: Any) -> Any:
-    """A copy of the flags of step 3, with the critic that a run with rewards begins from by default."""
+    """A copy of the flags of step 3, with the default critic of a run with rewards."""
     has_reward = bool(args.reward or args.environment)
     default = args.actor_model_name_or_path if has_reward else ""
     return replace(args, critic_model_name_or_path=args.critic_model_name_or_path or default)
 
 
 def find_specs(args: Any, problems: Problems) -> list[RoleSpec]:
-    """The roles of the step, after adding what is missing for them.
+    """The roles of the step; adds problems for missing ones.
 
-    They share the bases of folders alone: a hub name stands for the exports of earlier steps, each a model of
-    its own.
+    Only folders can be shared bases: a hub name stands for the exports of earlier steps, which are separate
+    models.
     """
     if args.stage < 3:
         spec = RoleSpec("policy", "--model_name_or_path", args, args.load_in_4bit, is_trained=True)
@@ -407,6 +410,6 @@ def find_specs(args: Any, problems: Problems) -> list[RoleSpec]:
 
 
 def known_config(path: str) -> Any:
-    """Return the configuration of a model whose shape model_shapes.json has, so that no hub is asked."""
+    """Configuration of a model in model_shapes.json, so that the hub is not needed; None for others."""
     shape = {} if Path(path).exists() else json.loads(SHAPES.read_text()).get(path)
     return AutoConfig.for_model(**shape) if shape else None

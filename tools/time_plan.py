@@ -80,13 +80,15 @@ class PhaseTime:
 
     @property
     def seconds(self) -> float:
-        """All of the phase."""
+        """Seconds of the whole phase."""
         total = sum(self.causes.values())
         return max(self.arithmetic, total - self.arithmetic) if self.is_overlapped else total
 
     @property
     def bound(self) -> str:
-        """The cause that takes longest; in what goes on beside arithmetic, where that has ended before."""
+        """The cause that takes longest; that of the communication if it takes longer than the arithmetic
+        beside it.
+        """
         causes = self.causes
         if self.is_overlapped and self.arithmetic < self.seconds:
             del causes["arithmetic"]
@@ -94,7 +96,7 @@ class PhaseTime:
 
 
 def plan_times(run: Run, machines: Machines = H100) -> dict[str, PhaseTime]:
-    """Return the phases of `plan_traffic` with their seconds."""
+    """The phases of `plan_traffic` with their seconds."""
     times = {}
     for name, phase in plan_traffic(run).items():
         verb, _, role_name = name.partition(" ")
@@ -126,7 +128,7 @@ def flops_of(model: PlannedModel) -> ModelFlops:
 
 
 def _pass_flops(run: Run, role: Role, *, is_training: bool) -> float:
-    """Return a rank's FLOPs of a step's scoring, or training with all its epochs."""
+    """FLOPs of a rank's scoring in a step, or of its training in all epochs."""
     args = run.args
     flops = flops_of(role.model)
     rows = run.num_samples if run.actor else run.sequences_per_update
@@ -160,7 +162,7 @@ def tree_seconds(run: Run, size: int, machines: Machines, stride: int = 1) -> fl
 
 
 def count_matrices(role: Role) -> int:
-    """Return the weights that ZeRO 3 gathers: those that are too large to stay whole."""
+    """Number of weights that ZeRO 3 gathers: those too large to stay whole."""
     bound = role.zero.param_persistence_threshold
     return sum(p.numel() > bound for p in role.model.module.parameters())
 
@@ -214,5 +216,5 @@ def _add_generation(run: Run, time: PhaseTime, machines: Machines) -> None:
 
 
 def step_seconds(times: Iterable[PhaseTime]) -> float:
-    """Return the seconds of all phases, one after the other."""
+    """Seconds of all phases, one after the other."""
     return sum(time.seconds for time in times)

@@ -26,17 +26,17 @@ from tools.planned_run import Role, Run
 
 @dataclass
 class Phase:
-    """What a rank receives over each kind of link, all times of a step together."""
+    """Bytes that a rank receives over each kind of link in a phase, over the whole step."""
 
     intra_bytes: float = 0.0
     inter_bytes: float = 0.0
     host_bytes: float = 0.0  # between the device and the CPU's memory, both ways
 
     def gather(self, run: Run, size: int, num_bytes: float, *, stride: int = 1) -> None:
-        """Gather `num_bytes` from a group of `size` ranks, each `stride` after the one before. A
-        reduce-scatter receives as much, an all-reduce is one of each.
+        """Add a gather of `num_bytes` from a group of `size` ranks, each `stride` after the one before. A
+        reduce-scatter receives the same number, an all-reduce is one of each.
 
-        Hierarchical: each machine takes in what the others have once, and its ranks pass it on.
+        Hierarchical: each machine receives the others' bytes once, and its ranks pass them on.
         """
         per_node = max(min(run.args.num_gpus // stride, size), 1)  # of the group, on one machine
         inter = num_bytes * (1 - per_node / size) / per_node
@@ -44,14 +44,14 @@ class Phase:
         self.inter_bytes += inter
 
     def gather_weights(self, run: Run, role: Role, times: float) -> None:
-        """Gather a ZeRO-3 model so many times; what lies on the CPU first comes from there."""
+        """Add this many gathers of a ZeRO-3 model; weights on the CPU are copied from there first."""
         num_bytes = run.num_bytes * role.model.num_params * times
         self.gather(run, run.num_ranks, num_bytes)
         self.host_bytes += num_bytes / run.num_ranks if role.params_on_cpu else 0.0
 
 
 def plan_traffic(run: Run) -> dict[str, Phase]:
-    """Return the phases of a run's step, a PPO step or an optimizer step of steps 1 and 2, in their order."""
+    """Phases of a run's step in order: a PPO step, or an optimizer step of steps 1 and 2."""
     if not run.actor:
         return {"train": plan_update(run, run.roles[0], 1)}
     phases = {"switch": plan_switch(run), "generate": plan_generation(run)}
@@ -69,18 +69,20 @@ def plan_traffic(run: Run) -> dict[str, Phase]:
 
 
 def scoring_passes(run: Run) -> int:
-    """Return the passes in which a rank scores the responses of a step."""
+    """Passes in which a rank scores the responses of a step."""
     return math.ceil(run.count_tokens(run.num_samples) / run.tokens_per_score)
 
 
 def is_recomputed(run: Run) -> bool:
-    """Whether the actor scores its own responses: `auto` does if 16-bit weights part sampler and trainer."""
+    """Whether the actor scores its own responses: with `auto`, if 16-bit weights make sampler and trainer
+    differ.
+    """
     source = run.args.old_logprobs
     return source == "recompute" or (source == "auto" and run.args.dtype != "fp32")
 
 
 def plan_update(run: Run, role: Role, times: float) -> Phase:
-    """Return so many optimizer steps: the gathers of their micro-batches, the exchange of gradients."""
+    """Phase of this many optimizer steps: gathers of their micro-batches, exchange of gradients."""
     phase = Phase()
     num_passes = run.num_micro_batches * times
     gradients = run.num_bytes * role.model.num_trained
@@ -98,10 +100,10 @@ def plan_update(run: Run, role: Role, times: float) -> Phase:
 
 
 def gathers_of_pass(role: Role) -> float:
-    """Return how often ZeRO 3 gathers the weights of a trained model in a micro-batch: forward and backward,
-    but once what is used again within the reuse distance.
+    """Number of times that ZeRO 3 gathers the weights of a trained model in a micro-batch: forward and
+    backward, but once for those used again within the reuse distance.
 
-    Where layers are recomputed, what one uses longer before its end than half of it comes a third time.
+    If layers are recomputed, a weight used in the first half of its layer is gathered a third time.
     """
     size = role.model.num_params
     distance = role.zero.max_reuse_distance
@@ -118,7 +120,7 @@ def gathers_of_pass(role: Role) -> float:
 
 
 def plan_switch(run: Run) -> Phase:
-    """Return the entering of generate mode, once a step."""
+    """Phase of entering generation, once a step."""
     phase = Phase()
     if run.args.offload_states_for_generation:
         moved = sum(
@@ -140,8 +142,8 @@ def plan_switch(run: Run) -> Phase:
 
 
 def plan_generation(run: Run) -> Phase:
-    """Return the reading of all prompts and all token steps of a replica, every response at full length: its
-    first token is sampled from what its prompt gave, its last one is not read.
+    """Phase of reading all prompts and all token steps of a replica, every response at full length: its first
+    token is sampled from the prompt's logits, its last one is not read.
     """
     phase = Phase()
     args = run.args

@@ -42,10 +42,10 @@ class RowPlan:
 
 
 class Groups:
-    """Rows with the same number, the pairs of a prompt, of which an epoch samples at most `max_rows` anew.
+    """Rows with the same number, such as the pairs of a prompt; an epoch samples at most `max_rows` of each.
 
-    Arrays of what every row has: lists of objects would take ten times the memory. Groups are numbered in the
-    order of their first rows. All arrays are empty where each row is a group.
+    Held as arrays with one entry per row: lists of objects would take ten times the memory. Groups are
+    numbered in the order of their first rows. All arrays are empty if each row is a group of its own.
     """
 
     def __init__(self, numbers: Sequence[int] | np.ndarray = (), max_rows: int = 0) -> None:
@@ -68,7 +68,7 @@ class Groups:
         return 1 / int(self.counts[self.group_of[row]])
 
     def sample(self, generator: torch.Generator, global_rows: int) -> np.ndarray:
-        """Rows of an epoch: groups in random order, kept in one global batch where there is room."""
+        """Rows of an epoch: groups in random order, each within one global batch if there is room."""
         order = torch.randperm(len(self), generator=generator).numpy()
         sizes = self.sizes[order]
         starts = self.starts[order]
@@ -84,8 +84,8 @@ class Groups:
 class EpochOrder:
     """Rows of every step, epoch after epoch; a last incomplete global batch of an epoch is left out.
 
-    With `longest`, the length (rows,) of each row's longest sequence, rows of like length meet in a batch, so
-    there is less padding to compute; which rows meet still depends on the seed alone.
+    With `longest`, the length (rows,) of each row's longest sequence, a batch has rows of similar length and
+    so needs less padding; which rows these are still depends on the seed only.
 
     Raises ValueError if the `num_rows` rows of the data do not fill one global batch.
     """
@@ -127,7 +127,7 @@ class EpochOrder:
         return self._rows[step * self.global_rows :][: self.global_rows].tolist()
 
     def rows_until(self, num_steps: int) -> list[int]:
-        """Rows of the first steps in rising order; all of them from one epoch on, unless epochs sample."""
+        """Rows of the first steps in ascending order; all rows from one epoch on, unless epochs sample."""
         if num_steps >= len(self) and self.epoch_rows == self.num_rows:
             return list(range(self.num_rows))
         is_read = np.zeros(self.num_rows, dtype=bool)
@@ -151,7 +151,7 @@ class EpochOrder:
         return batches[torch.randperm(len(self), generator=generator).numpy()].reshape(-1)
 
     def _sort(self, rows: np.ndarray) -> np.ndarray:
-        """The rows by length, those of a group together."""
+        """The rows by length, with those of a group together."""
         numbers = self.groups.group_of[rows] if self.groups else rows
         parts = [rows[indexes] for indexes in indexes_by_number(numbers.tolist())]
         parts.sort(key=lambda part: self.longest[part].max())
@@ -160,10 +160,10 @@ class EpochOrder:
 
 
 class GlobalBatches:
-    """Micro-batches of one rank, optimizer step by optimizer step: `next` gives a step's, without end.
+    """Endless micro-batches of one rank: `next` returns those of the next optimizer step.
 
-    `num_drawn` counts those steps; a resumed run sets it, and nothing of what came before is read. A row of
-    groups has a `weight`.
+    `num_drawn` counts these steps; a resumed run sets it without reading earlier rows. A row of a group has a
+    `weight`.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class GlobalBatches:
     def by_rows(
         cls, dataset: Dataset, collate: Callable[[list[Any]], Any], plan: RowPlan, seed: int = 0
     ) -> "GlobalBatches":
-        """Batches of rows without groups, in an order by seed. Raises ValueError as EpochOrder does."""
+        """Batches of rows without groups, ordered by the seed. Raises ValueError as EpochOrder does."""
         return cls(dataset, collate, EpochOrder(len(dataset), plan, seed), plan)
 
     def __len__(self) -> int:
@@ -207,9 +207,9 @@ def _ranges(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def keep_together(counts: np.ndarray, size: int) -> np.ndarray:
-    """The places of groups of rows, `counts` of each, end to end, in an order in which few groups lie across
-    a multiple of `size`: what is next is the first group that still fits in, and where none does, the
-    beginning of the first of all.
+    """An order of groups of rows, `counts` of each, in which few groups cross a multiple of `size`: next
+    comes the first group that still fits, or else the beginning of the first group of all. Positions of the
+    rows, end to end.
     """
     if not (counts > 1).any():
         return np.arange(len(counts))
@@ -242,8 +242,8 @@ def evaluation_batches(
 ) -> Iterator[tuple[Any, torch.Tensor]]:
     """Yield (batch, is_real): every row once over all ranks, the same number of batches on each.
 
-    `is_real` (rows,) bool is False for the rows that only fill up the last batches: they must not be counted.
-    `max_batches` per rank bounds the work, 0 takes all rows.
+    `is_real` (rows,) bool is False for rows that only fill up the last batches: they must not be counted.
+    `max_batches` per rank limits the work; 0 takes all rows.
     """
     rank = distributed.rank()
     world_size = distributed.world_size()

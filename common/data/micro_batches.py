@@ -1,7 +1,8 @@
 """Plans of micro-batches: which items go through the model together, and on which rank.
 
-Every rank makes the plan from the same lengths: nothing is sampled, ties go by index, and so all ranks make
-the same number of passes. An item is a row of SFT, a response or a pair, whose sequences stay together.
+Every rank computes the plan from the same lengths: nothing is sampled and ties are resolved by index, so all
+ranks make the same number of passes. An item is a row of SFT, a response or a pair, whose sequences stay
+together.
 """
 
 import heapq
@@ -60,18 +61,19 @@ def plan_micro_batches(
     is_packed: bool = False,
     shared: Sequence[tuple[int, int]] = (),
 ) -> list[list[list[int]]]:
-    """plan[rank][micro_batch] = item indexes: every item once, each rank as many micro-batches, none empty.
+    """plan[rank][micro_batch] = item indexes: every item once, the same number of micro-batches on each rank,
+    none empty.
 
-    A micro-batch costs the sum of its lengths where `is_packed`, else its number of sequences x the longest;
-    none costs above `max_tokens`. Packed, items of a group may share tokens: `shared` has each item's group
-    and how many; a group stays together, its items next to each other, as far as the cap and the ranks let
-    it. Packed micro-batches are as few as first-fit decreasing makes them, then balanced; padded ones hold
-    neighbours by length with at most OVERHEAD_TOKENS of padding. (Cuts by dynamic programming are 1.4 %
-    faster at most, and no faster in the mean of chat, pair and rollout lengths.) The j-th micro-batches of
-    the ranks cost alike, for ranks wait for one another. The dearest come first: what does not fit into
-    memory fails in the first pass.
+    A micro-batch costs the sum of its lengths if `is_packed`, else its number of sequences x the longest;
+    none costs more than `max_tokens`. Packed items of a group can share tokens: `shared` has each item's
+    group and their number; a group stays together, its items adjacent, as far as the cap and the ranks allow.
+    Packed micro-batches are as few as first-fit decreasing makes them, then balanced; padded ones have items
+    of adjacent lengths with at most OVERHEAD_TOKENS of padding. (Cuts by dynamic programming are at most 1.4
+    % faster, and no faster on average over chat, pair and rollout lengths.) The j-th micro-batches of the
+    ranks have similar costs, because ranks wait for one another. The most expensive come first: what does not
+    fit into memory fails in the first pass.
 
-    Raises ValueError when an item alone is above `max_tokens`, or the items are fewer than the ranks need.
+    Raises ValueError if a single item is above `max_tokens`, or there are fewer items than the ranks need.
     """
     shared = shared if is_packed and shared else [(item, 0) for item in range(len(item_lengths))]
 
@@ -114,7 +116,7 @@ def _check(
 def _cut_groups(
     shared: Sequence[tuple[int, int]], cost: Callable[[Sequence[int]], int], max_tokens: int
 ) -> list[list[int]]:
-    """Return the items by groups, each in as few parts of about one size as keep to the cap."""
+    """Items by group, each group in as few parts of similar size as the cap allows."""
     parts_of_groups = []
     for items in indexes_by_number(group for group, _ in shared):
         for num_parts in range(1, len(items) + 1):
@@ -127,7 +129,7 @@ def _cut_groups(
 
 
 def _cut_by_length(item_lengths: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """Cut the items, longest first, where the cap or OVERHEAD_TOKENS of padding are reached."""
+    """Cut the items, longest first, when the cap or OVERHEAD_TOKENS of padding are reached."""
     longest_of = [max(lengths, default=0) for lengths in item_lengths]
     micro_batches: list[list[int]] = []
     width = num_sequences = padding = 0
@@ -148,7 +150,7 @@ def _cut_by_length(item_lengths: Sequence[Sequence[int]], max_tokens: int) -> li
 
 
 def _fill(costs: list[int], max_tokens: int, num_ranks: int) -> list[list[int]]:
-    """Put items together by first-fit decreasing, and evenly where that keeps to the cap."""
+    """Pack items by first-fit decreasing, then evenly if that respects the cap."""
     order = sorted(range(len(costs)), key=lambda item: (-costs[item], item))
     bins: list[list[int]] = []
     rooms: list[int] = []
@@ -168,7 +170,7 @@ def _fill(costs: list[int], max_tokens: int, num_ranks: int) -> list[list[int]]:
 
 
 def _balance(order: list[int], costs: list[int], num_bins: int) -> list[list[int]]:
-    """Put each item into the bin with the least so far (longest processing time first); none stays empty."""
+    """Put each item into the bin with the smallest sum (longest processing time first); none stays empty."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     # The number of items comes second, so that items of cost 0 go to empty bins first.
     heap = [(0, 0, i) for i in range(num_bins)]
@@ -182,7 +184,7 @@ def _balance(order: list[int], costs: list[int], num_bins: int) -> list[list[int
 def _split_to_a_multiple(
     micro_batches: list[list[int]], cost: Callable[[Sequence[int]], int], num_ranks: int
 ) -> list[list[int]]:
-    """Halve the dearest until each rank gets as many: their number is a multiple of `num_ranks`."""
+    """Halve the most expensive micro-batches until their number is a multiple of `num_ranks`."""
     parts = list(micro_batches)
     while len(parts) % num_ranks:
         costs = [(cost(items), i) for i, items in enumerate(parts) if len(items) > 1]
@@ -198,7 +200,7 @@ def _split_to_a_multiple(
 def _deal(
     micro_batches: list[list[int]], cost: Callable[[Sequence[int]], int], num_ranks: int
 ) -> list[list[list[int]]]:
-    """Deal in descending cost, there and back over the ranks, so that their sums come out alike too."""
+    """Distribute in descending cost, back and forth over the ranks, so that their sums are similar too."""
     ordered = sorted(micro_batches, key=lambda items: (-cost(items), items))
     plan: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     for i, micro_batch in enumerate(ordered):

@@ -31,11 +31,11 @@ _ARGUMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
 class NoTokenizer(ValueError):
-    """A class takes a tokenizer, and the caller has no tokenizer."""
+    """A class takes a tokenizer, and the caller has none."""
 
 
 class RawSource:
-    """One entry of `--data_path`: its rows are read when they are first asked for."""
+    """One entry of `--data_path`; its rows are read at the first access."""
 
     is_whole = False  # a step uses all rows, not its share: of --sft_only_data_path
 
@@ -60,25 +60,25 @@ class RawSource:
 
     @property
     def needs_hub(self) -> bool:
-        """Whether the rows come from the hub, which may take long and may fail."""
+        """Whether the rows come from the hub, which may be slow or fail."""
         return type(self.adapter).load is Adapter.load and self.adapter.local is None
 
     @property
     def train(self) -> RawRows:
-        """Rows to train on."""
+        """Training rows."""
         return self._parts[0]
 
     @property
     def eval(self) -> RawRows | None:
-        """Rows that the data set itself keeps for evaluation."""
+        """The data set's own evaluation rows."""
         return self._parts[1]
 
     def notes(self, stage: int) -> list[str]:
-        """Lines for the data report, when the rows have been read."""
+        """Lines for the data report, after the rows have been read."""
         return [f"{self.name}: {note}" for note in self.adapter.notes_of(stage)]
 
     def digest(self) -> str:
-        """Changes with the rows and with the code that reads them."""
+        """Digest of the rows and of the code that reads them."""
         if self.adapter.local is not None:
             data_digest = digest_local(self.adapter.local)
         else:
@@ -101,9 +101,9 @@ def load_source(
     name, a hub name; the last three may be followed by `:CONFIGURATION`. A local folder or file under a
     registered name (`/data/openai/webgpt_comparisons`) is read by that adapter. The class is an Adapter, one
     with the methods of DeepSpeed-Chat's, or one with a length and an index. `score_column` orders the
-    responses to a prompt where each has scores. `max_rows`: only the first rows of each file are read.
+    responses to a prompt if each has scores. `max_rows`: only the first rows of each file are read.
     `own_names` are those of --columns. `offered` are `seed` and `tokenizer`, for a constructor that has them.
-    Raises ValueError: it is none of them; the message names the nearest registered name.
+    Raises ValueError if it is none of them, with the nearest registered name.
     """
     adapter = _find_adapter(source, offered)
     if own_names and (adapter.own_names or not isinstance(adapter, AnyForm)):
@@ -167,10 +167,10 @@ def _own_adapter(
 
 
 def _read_arguments(source: str, text: str) -> tuple[str, dict[str, Any]]:
-    """NAME, or arguments by name, from the text behind `module:Class:`; the other one is empty.
+    """NAME, or named arguments, from the text after `module:Class:`; the other one is empty.
 
     Arguments are ARGUMENT=VALUE,ARGUMENT=VALUE, where a value is JSON or else text, or a JSON object. Raises
-    ValueError: they are neither.
+    ValueError for anything else.
     """
     if Path(text).exists() or not (text.startswith("{") or _ARGUMENT.match(text)):
         return text, {}
@@ -192,7 +192,7 @@ def _read_arguments(source: str, text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _value_of(text: str) -> Any:
-    """The value of a JSON text; any other text as it is."""
+    """The value of a JSON text; any other text unchanged."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):  # no JSON, or too deep a list
@@ -207,7 +207,7 @@ def _build_adapter(
     arguments: dict[str, Any],
     offered: dict[str, Any],
 ) -> Adapter:
-    """The adapter of the data set `name`, whose rows are in `local` where there is such a file or folder."""
+    """The adapter of the data set `name`, whose rows are in `local` if there is such a file or folder."""
     is_adapter = issubclass(kind, Adapter)
     is_ported = hasattr(kind, "get_prompt") and not is_adapter
     wanted = {"tokenizer"} if is_ported else {"seed", "tokenizer"}  # a ported class has its SEED

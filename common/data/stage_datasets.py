@@ -33,7 +33,7 @@ CHUNK_ROWS = 1024  # rows tokenised together and written as one chunk
 
 @dataclass
 class StageData:
-    """Rows to train on, rows held out (in a fixed shuffled order), and the report of the raw rows."""
+    """Training rows, held-out rows (in a fixed shuffled order), and the report on the raw rows."""
 
     train: TokenTable
     eval: TokenTable
@@ -41,15 +41,15 @@ class StageData:
 
     @property
     def key(self) -> str:
-        """A text that changes with the sources and with all that decides the rows."""
+        """Digest of the sources and of everything that determines the rows."""
         return Path(self.report.cache_folder).name
 
 
 def build_data(options: DataOptions, template: Template) -> StageData:
     """The rows of step `options.stage`: see `stage_rows.RowBuilder`.
 
-    Every rank must call this, with options that `check_sources` has nothing against. Raises ValueError: a
-    source that cannot be read, too many bad rows, or no rows.
+    Every rank must call this, with options without problems in `check_sources`. Raises ValueError for an
+    unreadable source, too many bad rows, or no rows.
     """
 
     def plan() -> tuple[dict[str, Any], Any]:
@@ -135,10 +135,10 @@ def _write(
 def _items(
     source: RawSource, options: DataOptions, report: DataReport, prompt_indexes: Iterator[int]
 ) -> Iterator[tuple[Item, bool]]:
-    """The usable Examples of the step's share of a source, each with whether it is held out.
+    """Usable Examples of the step's share of a source, each with whether it is held out.
 
-    `prompt_indexes` number the prompts. A source's own evaluation part is used whole by every step: no step
-    trains on it.
+    `prompt_indexes` number the prompts. Every step uses a source's own evaluation part as a whole, because
+    none trains on it.
     """
     stage = options.stage
 
@@ -175,14 +175,14 @@ def _items(
 
 
 def _said(prompt: Sequence[Message]) -> list[tuple[str, ...]]:
-    """Roles, texts and extras of a prompt, which decide whether it is held out."""
+    """Roles, texts and extras of a prompt, which determine whether it is held out."""
     return [message[: 3 if message.extras else 2] for message in prompt]
 
 
 def _usable(examples: Sequence[Example], options: DataOptions, report: DataReport) -> list[Example]:
-    """Examples of one raw row that a step can use, without repeats.
+    """Distinct Examples of one raw row that a step can use.
 
-    Raises BadRow: none of them serves the step.
+    Raises BadRow if there are none.
     """
     stage = options.stage
     problems = [missing_for(stage, example, is_unpaired=options.is_unpaired) for example in examples]
@@ -202,8 +202,8 @@ def _usable(examples: Sequence[Example], options: DataOptions, report: DataRepor
 
 
 def unpair(examples: Sequence[Example]) -> list[Example]:
-    """Each answer of pairs and of rated Examples once, rated: good where it wins more often than it loses,
-    bad where it loses more often, left out where both are equal. A label counts as one pair.
+    """Each answer of pairs and rated Examples once, with a label: good if it wins more often than it loses,
+    bad if it loses more often, left out if equal. A label counts as one pair.
     """
     wins: Counter[tuple[tuple[Message, ...], str | Message]] = Counter()
     for example in examples:
@@ -222,8 +222,8 @@ def unpair(examples: Sequence[Example]) -> list[Example]:
 def _draw(
     examples: list[Example], options: DataOptions, key: str, report: DataReport, *, for_once: bool
 ) -> list[Example]:
-    """Pairs of each prompt of a raw row, drawn by its name, the same in every run: as many as an evaluation
-    takes (`for_once`), or those from which epochs draw, see `GlobalBatches`. The others are counted.
+    """Pairs of each prompt of a raw row, sampled by its name, the same in every run: as many as an evaluation
+    uses (`for_once`), or those from which epochs sample, see `GlobalBatches`. The others are counted.
     """
     max_pairs = options.max_pairs_per_prompt
     num_stored = max_pairs * (1 if for_once else options.num_stored_epochs)
@@ -237,7 +237,7 @@ def _draw(
 
 
 def _no_rows(source: RawSource, options: DataOptions, report: DataReport) -> str:
-    """The message of a source that gave no row, with the cure."""
+    """Error message, with the cure, for a source without rows."""
     flag = "--sft_only_data_path" if source.is_whole else "--data_path"
     cure = f"use more rows, an --eval_fraction under {options.eval_fraction}"
     if not source.is_whole:
@@ -259,10 +259,11 @@ def build_pretraining(
     cache_dir: str = "",
     max_bad_rows: int = 100,
 ) -> TokenTable:
-    """Rows of {input_ids} of exactly `block_tokens`: the texts end to end, eos after each, the rest dropped.
+    """Rows of {input_ids} of exactly `block_tokens`: the texts end to end, with EOS after each; the rest is
+    dropped.
 
-    Every rank must call this. `source` is what `--data_path` takes; its rows need a `text` column. Raises
-    ValueError: unreadable source, too many rows without text, or less text than one block.
+    Every rank must call this. `source` is an entry of `--data_path`; its rows need a `text` column. Raises
+    ValueError for an unreadable source, too many rows without text, or less text than one block.
     """
     template = PlainTemplate(tokenizer)
 

@@ -45,7 +45,7 @@ COLUMNS = {
 
 
 class Item(NamedTuple):
-    """An Example with its name and place, already known to serve the step."""
+    """An Example with its name and location, known to be usable in the step."""
 
     example: Example
     row_id: str
@@ -56,7 +56,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class RowBuilder:
-    """Makes the rows of step `options.stage`, and counts in the report what was cut or left out."""
+    """Builds the rows of step `options.stage`, and counts truncated and left out ones in the report."""
 
     template: Template
     options: DataOptions
@@ -140,7 +140,7 @@ class RowBuilder:
         self.report.num_tokens += sum(len(row.input_ids) for row in rows)
 
     def _texts(self, example: Example) -> list[list[Segment]]:
-        """The texts of an Example that are tokenised: two of a pair, else one."""
+        """The texts of an Example to tokenise: two for a pair, else one."""
         if example.text is not None:
             return [self.template.text_segments(example.text)]
         kind = self.options.kind
@@ -155,7 +155,7 @@ class RowBuilder:
         return [segments(example.prompt, answer) for answer in answers]
 
     def _shown(self, item: Item) -> list[tuple[Item, list[list[Segment]]]]:
-        """The texts of an item, by replies where the template rewrites earlier turns. Raises BadRow."""
+        """The texts of an item, one per reply if the template rewrites earlier turns. Raises BadRow."""
         try:
             return [(item, self._texts(item.example))]
         except RewritesPast:
@@ -165,7 +165,7 @@ class RowBuilder:
         return [(part, self._texts(part.example)) for part in parts]
 
     def _tokenise(self, items: Sequence[Item]) -> list[tuple[Item, list[Tokenised]]]:
-        """Items that the template can show, each with the tokens of its texts, from one batch."""
+        """Items that the template can render, each with the tokens of its texts, tokenised as one batch."""
         kept, segments = [], []
         for item in items:
             try:
@@ -182,7 +182,7 @@ class RowBuilder:
         return [(item, self._shorten(item.example, list(row))) for item, row in zip(kept, rows, strict=True)]
 
     def _shorten(self, example: Example, rows: list[Tokenised]) -> list[Tokenised]:
-        """The texts; where headers must stay, those after a prompt that leaves room for the response."""
+        """The texts; if headers must stay, those after a prompt that leaves room for the response."""
         max_tokens = self._max_tokens
         is_short = max(len(row.input_ids) for row in rows) <= max_tokens
         if is_short or not example.prompt or not self.template.keeps_headers:
@@ -205,12 +205,12 @@ class RowBuilder:
         )
 
     def _least_context(self) -> int:
-        """Tokens of context that a long response leaves: half of the row where headers must stay."""
+        """Tokens of context kept before a long response: half of the row if headers must stay."""
         return self.options.max_tokens // 2 if self.template.keeps_headers else 1
 
     @property
     def _closing_ids(self) -> list[int]:
-        """Token ids behind the end of turn in rows of this step; pairs of a policy have none."""
+        """Token ids after the end of turn in rows of this step; none in pairs of a policy."""
         return self.template.closing_ids if self.options.kind == "sft" or self.options.is_scored else []
 
     @property
@@ -218,7 +218,7 @@ class RowBuilder:
         return self.options.max_tokens - len(self._closing_ids)
 
     def _closed(self, row: Tokenised, *, is_response: bool) -> Tokenised:
-        """The row with the template's closing, unless its end was cut."""
+        """The row with the template's closing, unless its end was truncated."""
         if row.input_ids[-1:] != [self.template.eot_id]:
             return row
         ids = row.input_ids + self._closing_ids
@@ -233,10 +233,10 @@ def _response_length(row: Tokenised) -> int:
 
 
 def build_row_fields(row: Mapping[str, Any]) -> str:
-    """The columns of a raw row that a reward reads besides its prompt, as a JSON object.
+    """Columns of a raw row that a reward can read besides its prompt, as a JSON object.
 
-    Left out are CARRIED_COLUMNS, long fields and values that JSON cannot hold. NaN and infinity become null,
-    which the JSON of other languages has not. Arrays become lists, dates become texts.
+    CARRIED_COLUMNS, long fields and values that JSON cannot represent are left out. NaN and infinity become
+    null, arrays lists, dates texts.
     """
     parts = []
     columns = {name: value for name, value in row.items() if name not in CARRIED_COLUMNS}
@@ -249,7 +249,7 @@ def build_row_fields(row: Mapping[str, Any]) -> str:
 
 
 def _to_list(value: Any) -> Any:
-    """numpy's and torch's arrays and numbers as Python's."""
+    """Arrays and numbers of numpy and torch as Python's."""
     if not hasattr(value, "tolist"):
         raise ValueError(f"{type(value).__name__} is not JSON")
     return value.tolist()

@@ -1,7 +1,7 @@
 """Token rows on disk, memory-mapped: written once per cache key, which covers everything that affects the
 rows; and the report on the raw rows.
 
-The files are Arrow streams, so rows are written as they come and no process ever holds them all.
+The files are Arrow streams, so rows are written as they come and no process ever holds all of them.
 """
 
 import dataclasses
@@ -59,12 +59,12 @@ class TokenWriter:
 
 
 class TokenTable:
-    """Rows of an Arrow stream as dicts of plain Python lists and values, read when they are asked for."""
+    """Rows of an Arrow stream as dicts of plain Python lists and values, read on access."""
 
     def __init__(self, path: Path, *, shuffle_seed: int | None = None) -> None:
-        """`shuffle_seed` fixes another order than that of the file, so that the first rows stand for all.
+        """`shuffle_seed` sets an order other than the file's, so that the first rows are representative.
 
-        Raises ValueError: the file is damaged.
+        Raises ValueError for a damaged file.
         """
         try:
             table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
@@ -97,17 +97,17 @@ class TokenTable:
 
 
 def _value(scalar: pa.Scalar) -> Any:
-    """The Python value; a list by way of numpy, which is faster than item by item."""
+    """The Python value; a list is converted by numpy, which is faster than item by item."""
     if not isinstance(scalar, pa.ListScalar):
         return scalar.as_py()
     return scalar.values.to_numpy(zero_copy_only=False).tolist()
 
 
 def build_once(folder: Path, write: Callable[[Path], "DataReport"]) -> bool:
-    """Fill `folder` by `write(temporary folder)` and its report, unless it is there; True when this call did.
+    """Fill `folder` with `write(temporary folder)` and its report, unless it exists; True if this call did.
 
-    The folder appears complete or not at all; of two that build at once, one wins and the other uses its
-    work. Raises ValueError: the place cannot be written.
+    The folder appears complete or not at all; of two concurrent builds one wins and the other uses its
+    result. Raises ValueError if it cannot be written.
     """
     if (folder / REPORT_NAME).is_file():
         return False
@@ -135,10 +135,11 @@ def build_cached(
     plan: Callable[[], tuple[dict[str, Any], Callable[[Path], "DataReport"]]],
     max_bad_rows: int,
 ) -> tuple[Path, "DataReport"]:
-    """The folder of a token cache, and its report: rank 0 writes it, unless it is there, and the others wait.
+    """Folder of a token cache, and its report: rank 0 writes it, unless it exists, and the others wait.
 
-    `plan()` gives all that decides the tokens, and a function that writes them into a folder. Every rank must
-    call this. Raises ValueError: see `build_once`; too many bad rows, in a more tolerant run's cache too.
+    `plan()` returns everything that determines the tokens, and a function that writes them into a folder.
+    Every rank must call this. Raises ValueError as `build_once` does, or for too many bad rows, also in a
+    more tolerant run's cache.
     """
     was_built: list[bool] = []
 
@@ -163,7 +164,7 @@ def build_cached(
 
 
 def _count(words: str) -> int:
-    """A count of the report, with its words in the log."""
+    """A count of the report, with its text in the log."""
     return field(default=0, metadata={"words": words})
 
 
@@ -193,16 +194,13 @@ class DataReport:
     from_cache: bool = False
 
     def add_bad(self, location: str, reason: str) -> None:
-        """Count a row of bad form; name it if it is among the first."""
+        """Count a row of bad form; describe it if it is among the first."""
         self.num_bad += 1
         if len(self.bad_rows) < NUM_NAMED:
             self.bad_rows.append(f"{location}: {reason}")
 
     def check_bad_rows(self, max_bad_rows: int) -> None:
-        """Stop when more rows are bad than may be.
-
-        Raises ValueError: names the first few by file, line and reason.
-        """
+        """Raise ValueError if more rows are bad than allowed, with the first few by file, line and reason."""
         if self.num_bad > max_bad_rows:
             named = "".join(f"\n    {row}" for row in self.bad_rows)
             raise ValueError(
@@ -213,7 +211,7 @@ class DataReport:
     def read(
         self, rows: RawRows, indexes: Iterable[int], use: Callable[[dict], Any], max_bad_rows: int
     ) -> Iterator[tuple[int, Any]]:
-        """Index and `use(row)` of each row that can be used; the others are counted, the bad ones named.
+        """Index and `use(row)` of each usable row; the others are counted, and bad ones described.
 
         Raises ValueError: see `check_bad_rows`.
         """
@@ -230,7 +228,7 @@ class DataReport:
                 yield index, result
 
     def lines(self) -> list[str]:
-        """The report for the log: one line, and one for every kind of row that was cut or left out."""
+        """The report for the log: one line, and one for every kind of truncated or left out rows."""
         origin = f"token cache {self.cache_folder} ({'reused' if self.from_cache else 'new'})"
         summary = (
             f"{self.kind} data: {self.num_train} train and {self.num_eval} eval rows of {self.num_raw_rows} "
@@ -242,5 +240,5 @@ class DataReport:
         return [summary, *(f"{self.kind} data: {line}" for line in (*lines, *self.notes))]
 
     def facts(self) -> dict[str, int]:
-        """The counts, by their names, for a run's description."""
+        """The counts by name, for a run's description."""
         return {name: value for name, value in vars(self).items() if name.startswith("num_")}

@@ -34,7 +34,7 @@ _SLOTS_FREE_BEFORE_REFILL = 8
 
 
 class PromptBatch(NamedTuple):
-    """Prompts to respond to, and the samples of each, which are neighbours: B' = B x N."""
+    """Prompts to respond to, and the samples of each, which are adjacent: B' = B x N."""
 
     prompt_ids: torch.Tensor  # (B, P) int64, left-padded
     prompt_mask: torch.Tensor  # (B, P) True for real tokens
@@ -102,12 +102,12 @@ class Generator:
         on_tokens: TokenCallback | None = None,
         on_turns: TurnCallback | None = None,
     ) -> Generation:
-        """The responses of all samples.
+        """Responses of all samples.
 
         A response ends with its stop token; its length is counted, never searched for, so the stop token may
-        be the pad token. `on_tokens` gets every token as soon as it is sampled, and may end a response.
-        `on_turns` may let it go on behind what others say, whose tokens are read with those that the other
-        slots sample, one a pass; the limit is that of all turns together.
+        be the pad token. `on_tokens` receives every token as soon as it is sampled, and may end a response.
+        `on_turns` may let a response continue after messages of others, whose tokens are read together with
+        those that the other slots sample, one per pass; the limit applies to all turns together.
         """
         if batch.limits is None:
             batch = batch._replace(limits=torch.full_like(batch.sample_ids, options.max_new_tokens))
@@ -228,7 +228,7 @@ class _DecodeLoop:
         on_tokens: TokenCallback | None,
         on_turns: TurnCallback | None,
     ) -> None:
-        """The arguments are those of `Generator`; `step` has begun with the sampling options."""
+        """The arguments are those of `Generator`; `step` has been begun with the sampling options."""
         self.step = step
         self.schedule = schedule
         self.batch = batch
@@ -261,7 +261,7 @@ class _DecodeLoop:
         return collect_responses(self.results, self.step.options)
 
     def _admit(self, admission: Admission) -> None:
-        """Read the new prompts, share them among their samples, sample every first token."""
+        """Read the new prompts, copy them to their samples, sample every first token."""
         new = admission.prompts
         schedule = self.schedule
         prompts = [sample // schedule.num_samples for sample in admission.samples]
@@ -293,7 +293,7 @@ class _DecodeLoop:
                 del self.first_logits[prompt]
 
     def _to_device(self, *columns: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """Return each column as (n,) int64: one copy from pinned memory, for which the host does not wait."""
+        """Each column as (n,) int64: one copy from pinned memory, which the host does not wait for."""
         numbers = torch.tensor([*chain(*columns)], dtype=torch.int64, pin_memory=self.device.type == "cuda")
         return numbers.to(self.device, non_blocking=True).split([len(column) for column in columns])
 
@@ -305,11 +305,11 @@ class _DecodeLoop:
             self.lengths = [length + 1 for length in self.lengths]
 
     def _keep_step(self) -> None:
-        """Run a pass that counts nothing: the weights are gathered by all ranks together."""
+        """Run a pass without results, because all ranks gather the weights together."""
         self.step.model(input_ids=self.batch.prompt_ids[:1, -1:], use_cache=False)
 
     def _look(self) -> list[int]:
-        """Return the slots of those that have ended, by the callback's wish too: one wait for the device."""
+        """Slots of sequences that have ended, also by the callback: one wait for the device."""
         state = self.step.state
         num_rows = len(self.lengths)
         if not self.on_tokens:
@@ -326,7 +326,7 @@ class _DecodeLoop:
         return finished
 
     def _retire(self, finished: list[int]) -> None:
-        """Take the responses of those that ended out of their slots, and close the gaps."""
+        """Collect the responses of ended sequences from their slots, and close the gaps."""
         num_rows = len(self.lengths)
         state = self.step.state
         ended = [self.schedule.slots[slot] for slot in finished]

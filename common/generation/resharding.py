@@ -2,18 +2,18 @@
 
 # N ranks, t tensor-parallel size, M bytes of weights
 
-Ranks [j*N/t, (j+1)*N/t) are the gather group of tp_rank j, and a tensor-parallel group takes one rank of
-each. So a weight cut by rows needs no other ranks than the gather group: their flat shards, laid end to end,
-*are* slice j. A rank receives, of the bytes of a weight that is cut
+Ranks [j*N/t, (j+1)*N/t) are the gather group of tp_rank j, and a tensor-parallel group has one rank of each.
+A weight cut by rows therefore needs only the ranks of its gather group: their flat shards, end to end, *are*
+slice j. Of the bytes of a weight a rank receives, if it is cut
 
     by rows        (N-t)/(N t)     the other shards of its slice
-    by columns     (N-1)/(N t)     its columns of everybody's rows
+    by columns     (N-1)/(N t)     its columns of the other ranks' rows
     not at all     (N-1)/N         (shards are padded to equal length: up to N-1 elements more)
 
-where gathering everything would be (N-1)/N of M. Neighbours may be a tensor-parallel group instead, so that
-what it sums for every token stays on a machine: of a cut weight a rank then receives up to 1/t, for the
-shards of its slice lie with others. Plans are numbers and tensors of one rank only; `Resharder` moves what
-they say.
+Gathering everything would take (N-1)/N of M. Alternatively, a tensor-parallel group consists of adjacent
+ranks, so that the sums for every token stay within a machine: a rank then receives up to 1/t of a cut weight,
+because the shards of its slice are on other ranks. Plans are numbers and tensors of one rank only;
+`Resharder` does the communication.
 """
 
 import re
@@ -41,7 +41,7 @@ MAX_SHOWN = 8  # replicas in a line
 
 @dataclass(frozen=True)
 class TPLayout:
-    """Which ranks work together: no communication, only numbers. `tp_size` divides `world_size`."""
+    """The ranks that work together: no communication, only numbers. `tp_size` divides `world_size`."""
 
     world_size: int
     tp_size: int
@@ -61,7 +61,7 @@ class TPLayout:
         return torch.arange(self.world_size).view(self.tp_size, self.gather_size)
 
     def tp_rank_of(self, rank: int) -> int:
-        """Return which slice a rank holds."""
+        """Index of the slice that a rank holds."""
         return rank % self.tp_size if self.is_contiguous else rank // self.gather_size
 
     @property
@@ -70,7 +70,7 @@ class TPLayout:
         return self.tp_rank_of(self.rank)
 
     def describe(self) -> str:
-        """Return which ranks hold a replica together, in the order of their slices; a replica's number is its
+        """The ranks that hold a replica together, in the order of their slices; a replica's number is its
         data-parallel coordinate.
         """
         replicas = self.ranks.T.tolist()
@@ -81,7 +81,7 @@ class TPLayout:
 
 
 class Route(Enum):
-    """How a sharded weight gets to its slices."""
+    """How a sharded weight is turned into slices."""
 
     ROWS = "the gather group's shards are gathered: end to end they are the slice"
     BLOCKS = "every rank sends every other one the blocks of its shard that are in the other's slice"
@@ -89,7 +89,7 @@ class Route(Enum):
 
 
 class Block(NamedTuple):
-    """A rectangle of a weight, (rows, columns), by where it lies in a shard and in a slice as matrices."""
+    """A rectangle of a weight, (rows, columns), with its positions in a shard and in a slice as matrices."""
 
     in_shard: tuple[slice, slice]
     in_slice: tuple[slice, slice]
@@ -97,8 +97,8 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """One weight's way. `cut` is None when every rank holds all of it; `shard_size` counts elements, padding
-    included; `width` is the length of a row of the matrix that the blocks are rectangles of.
+    """Route of one weight. `cut` is None if every rank holds all of it; `shard_size` counts elements, padding
+    included; `width` is the row length of the matrix that the blocks are rectangles of.
     """
 
     shape: tuple[int, ...]
@@ -118,7 +118,7 @@ class WeightPlan:
 
     @property
     def num_gathered_shards(self) -> int:
-        """How many shards come together on this rank, its own among them (not for BLOCKS)."""
+        """Number of shards gathered on this rank, including its own (not for BLOCKS)."""
         return self.layout.gather_size if self.route is Route.ROWS else self.layout.world_size
 
     @property
@@ -149,20 +149,18 @@ class WeightPlan:
         return blocks
 
     def blocks_to(self, destination: int, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Return the views of this rank's shard that a rank needs."""
+        """Views of this rank's shard that another rank needs."""
         matrix = shard.view(-1, self.width)
         blocks = self.blocks(self.layout.rank, self.layout.tp_rank_of(destination))
         return [matrix[block.in_shard] for block in blocks]
 
     def blocks_from(self, source: int, of_slice: torch.Tensor) -> list[torch.Tensor]:
-        """Return the views of this rank's slice that a rank's blocks belong into, in the order of
-        `blocks_to`.
-        """
+        """Views of this rank's slice for another rank's blocks, in the order of `blocks_to`."""
         matrix = of_slice.flatten(1) if self.cut.dim else of_slice.view(-1, 1)
         return [matrix[block.in_slice] for block in self.blocks(source, self.layout.tp_rank)]
 
     def slice_of(self, gathered: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice, contiguous, from the shards that were gathered, end to end."""
+        """This rank's slice, contiguous, from the gathered shards, end to end."""
         if self.route is Route.ROWS:
             return gathered.view(self.local_shape)
         whole = gathered[: prod(self.shape)].view(self.shape)
@@ -171,7 +169,7 @@ class WeightPlan:
         return self.cut.take(whole, self.layout.tp_rank).clone(memory_format=torch.contiguous_format)
 
     def count_received(self) -> int:
-        """Return how many elements this rank receives."""
+        """Number of elements that this rank receives."""
         if self.route is not Route.BLOCKS:
             return (self.num_gathered_shards - 1) * self.shard_size
         own = self.blocks(self.layout.rank, self.layout.tp_rank)
@@ -180,7 +178,7 @@ class WeightPlan:
 
 @lru_cache(maxsize=4096)
 def plan_weight(shape: tuple[int, ...], cut: Cut | None, layout: TPLayout) -> WeightPlan:
-    """Return the cheapest way for a weight of `shape`."""
+    """The cheapest plan for a weight of `shape`."""
     if cut is not None:
         size = shape[cut.dim]
         cut = None if set(cut.ranges) == {((0, size),)} else cut
@@ -202,8 +200,8 @@ def plan_weight(shape: tuple[int, ...], cut: Cut | None, layout: TPLayout) -> We
 
 
 def group_by_layers(names: Sequence[str], num_layers: int) -> list[list[str]]:
-    """Return the names in groups that are moved together: `num_layers` successive layers, or a run of names
-    that have no layer number.
+    """Names in groups that are moved together: `num_layers` successive layers, or consecutive names without a
+    layer number.
     """
     groups: list[list[str]] = []
     layers_in_last = num_layers  # full: what comes next begins a group
@@ -218,9 +216,9 @@ def group_by_layers(names: Sequence[str], num_layers: int) -> list[list[str]]:
 
 
 class TPGroups:
-    """The process groups of a layout. Every rank must make this together.
+    """The process groups of a layout. Every rank must create this together.
 
-    `tp_group` is None where every rank has the whole model, `gather_group` where no two have the same slice.
+    `tp_group` is None if every rank has the whole model, `gather_group` if no two have the same slice.
     """
 
     def __init__(self, layout: TPLayout) -> None:
@@ -237,9 +235,9 @@ Source = tuple[nn.Parameter, WeightPlan]
 
 
 class Resharder:
-    """Moves the trainer's weights into tensor-parallel slices. Every rank must make and use it together.
+    """Moves the trainer's weights into tensor-parallel slices. Every rank must create and use it together.
 
-    `weights` are the trainer's by name, sharded or whole, in the same order on all ranks; `cuts` names those
+    `weights` are the trainer's by name, sharded or whole, in the same order on all ranks; `cuts` has those
     that are cut; `gather_partition_size` layers are moved at a time. `received_bytes` are those of this
     rank's last load.
     """
@@ -269,8 +267,8 @@ class Resharder:
     def load(self) -> Iterator[tuple[str, TrainedWeight]]:
         """Yield (name, this rank's slice of the weight, with its whole adapter) for every weight.
 
-        A tensor that lies in the trainer's own memory is a view of it: read it, and fetch it anew after an
-        update. All others are contiguous and the caller's own. Every rank must call and exhaust this.
+        A tensor in the trainer's own memory is a view of it: read it, and load it again after an update. All
+        others are contiguous and belong to the caller. Every rank must call and exhaust this.
         """
         self.received_bytes = 0
         for names in self._name_groups:
@@ -280,7 +278,7 @@ class Resharder:
 
     @torch.no_grad()
     def _load_group(self, sources: list[Source]) -> list[torch.Tensor]:
-        """Return the slices of sources that are moved together, in their order."""
+        """Slices of sources that are moved together, in their order."""
         slices: dict[int, torch.Tensor] = {}
         sent: dict[tuple[bool, torch.dtype], list[int]] = {}
         for index, (parameter, plan) in enumerate(sources):
@@ -334,7 +332,7 @@ class Resharder:
 
 
 def _flat_buffer(blocks: list[list[torch.Tensor]], like: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-    """Return a flat tensor with room for the blocks of all ranks, and the elements of each rank's."""
+    """A flat tensor with room for the blocks of all ranks, and the number of elements of each rank's."""
     sizes = [sum(block.numel() for block in rank_blocks) for rank_blocks in blocks]
     return like.new_empty(sum(sizes)), sizes
 
@@ -349,5 +347,5 @@ def _parts_of(
 
 
 def _fetch_shard(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the shard on the compute device: one that lives on the CPU is copied."""
+    """The shard on the compute device; one on the CPU is copied."""
     return parameter.ds_tensor.detach().to(distributed.device())

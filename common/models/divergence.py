@@ -2,8 +2,8 @@
 both.
 
 PURE: imports torch and pure files. As in output_head.py logits exist for one chunk of tokens at a time, here
-those of both models. The student's gradient is made while they are there: of the vocabulary's size only the
-weight's gradient waits for the backward pass.
+those of both models. The student's gradient is computed with them: of tensors with the vocabulary's size,
+only the weight's gradient is kept for the backward pass.
 
 # N tokens, H hidden size of the student, V its vocabulary, n tokens of a chunk
 """
@@ -24,12 +24,12 @@ _LOWEST = -1e30  # in place of -inf: 0 * -inf would be NaN
 def divergence(
     student: torch.Tensor, teacher: torch.Tensor, beta: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (JSD(beta) (n,), its gradient (n, V) with respect to the student's logits).
+    """JSD(beta) (n,), and its gradient (n, V) with respect to the student's logits.
 
     student, teacher: log-probabilities (n, V), finite. With q the student's and p the teacher's distribution
-    and m = beta p + (1 - beta) q it is beta KL(p || m) + (1 - beta) KL(q || m): GKD, arXiv:2306.13649. That
-    is 0 at both ends, where, as in TRL, its limits by beta and by 1 - beta stand in its place: KL(p || q)
-    for FORWARD_KL, KL(q || p) for REVERSE_KL.
+    and m = beta p + (1 - beta) q it is beta KL(p || m) + (1 - beta) KL(q || m): GKD, arXiv:2306.13649. At
+    both ends, where that is 0, its limits by beta and by 1 - beta are used, as in TRL: KL(p || q) for
+    FORWARD_KL, KL(q || p) for REVERSE_KL.
     """
     q = student.exp()
     p = teacher.exp()
@@ -51,11 +51,11 @@ def divergence(
 def summed_divergence(
     student: OutputHead, teacher: OutputHead, beta: float, token_weights: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum over tokens of token weight x divergence, a scalar; and the divergences (N,), without gradient;
+    """Sum over tokens of token weight x divergence, a scalar; and the divergences (N,), without gradient;
     both fp32, in nats.
 
-    Hidden size and vocabulary padding of both may differ; the student alone gets gradients. token_weights
-    (N,), None: 1 each. The softmax of each model is taken as its own options say.
+    Hidden size and vocabulary padding of both may differ; only the student gets gradients. token_weights
+    (N,), None: 1 each. Each model's softmax follows its own options.
     """
     if token_weights is None:
         token_weights = torch.ones(len(student.hidden), device=student.hidden.device)
@@ -78,7 +78,7 @@ def scores_and_divergence(
 
 
 def _logprobs(logits: torch.Tensor, options: LogitOptions) -> torch.Tensor:
-    """Return log-probabilities (n, valid tokens) in fp32, or float64 of float64, for logits (n, V)."""
+    """Log-probabilities (n, valid tokens) in fp32, or float64 for float64, for logits (n, V)."""
     valid = logits[:, : options.num_valid_tokens]
     scaled = valid.to(torch.promote_types(valid.dtype, torch.float32)) / options.temperature
     return scaled.log_softmax(-1).clamp_(min=_LOWEST)

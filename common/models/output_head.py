@@ -1,7 +1,8 @@
 """Log-probabilities and entropies from hidden states, with logits of one chunk of tokens at a time.
 
 PURE: imports torch and pure files. Neither pass ever holds logits of many tokens: the forward pass keeps the
-hidden states, two numbers a token and the first few chunks' logits; the backward pass makes the others again.
+hidden states, two numbers per token and the first few chunks' logits; the backward pass recomputes the
+others.
 
 # N scored tokens, H hidden size, V vocabulary, n tokens of a chunk
 """
@@ -28,10 +29,10 @@ _LOWEST = torch.finfo(torch.float32).min
 
 @dataclass(frozen=True)
 class LogitOptions:
-    """How logits are made from hidden states, and which softmax is taken of them.
+    """How logits are computed from hidden states, and how their softmax is taken.
 
     The model's own: `multiplier` times the output weight's product, then cap tanh(x / cap) with a `cap`. The
-    caller's: `temperature`, and `num_valid_tokens`, from where on ids are vocabulary padding.
+    caller's: `temperature`, and `num_valid_tokens`, from which on ids are vocabulary padding.
     """
 
     multiplier: float = 1.0
@@ -78,13 +79,13 @@ def read_logit_transform(config: Any) -> LogitOptions:
 
 
 class SamplingMask(NamedTuple):
-    """The tokens that the sampler could choose at each scored slot, one slot after the other."""
+    """The tokens that the sampler could sample at each scored slot, slot after slot."""
 
     token_ids: torch.Tensor  # (total,) int64
     counts: torch.Tensor  # (N,) int64 on the CPU, tokens of each slot
 
     def of_rows(self, rows: slice, num_tokens: int) -> torch.Tensor:
-        """Return (n, V) bool, True for the tokens of the slots in `rows`."""
+        """Mask (n, V) bool, True for the tokens of the slots in `rows`."""
         counts = self.counts[rows]
         device = self.token_ids.device
         first = int(self.counts[: rows.start].sum())
@@ -95,9 +96,9 @@ class SamplingMask(NamedTuple):
 
 
 class OutputHead(NamedTuple):
-    """What the logits of N tokens are made from, and what is computed of them chunk by chunk.
+    """Hidden states of N tokens and the output weights, and quantities computed from their logits by chunk.
 
-    All results are differentiable in hidden, weight and bias, but for `kept_tokens`.
+    All results except `kept_tokens` are differentiable in hidden, weight and bias.
     """
 
     hidden: torch.Tensor  # (N, H)
@@ -111,7 +112,7 @@ class OutputHead(NamedTuple):
         """Log-probabilities (N,) of `token_ids` (N,) and entropies (N,) in nats, both fp32; entropies are
         zeros unless `with_entropy`.
 
-        With `mask` the softmax is taken among its tokens, which must hold the scored one.
+        With `mask` the softmax is taken over its tokens, which must include the scored one.
         """
         return _TokenScores.apply(*self, token_ids, with_entropy, mask)
 
@@ -119,8 +120,8 @@ class OutputHead(NamedTuple):
         """Negative log-likelihood of `token_ids` (N,), summed, fp32 scalar; `temperature` replaces the
         options'.
 
-        Every token has the same gradient, so it is made in the forward pass: a quarter less arithmetic than
-        making the logits twice.
+        Every token has the same gradient, so it is computed in the forward pass: a quarter less arithmetic
+        than computing the logits twice.
         """
         options = replace(self.options, temperature=temperature or self.options.temperature)
         return -_SummedLogprobs.of(self._replace(options=options), token_ids)
@@ -129,7 +130,9 @@ class OutputHead(NamedTuple):
     def kept_tokens(
         self, token_ids: torch.Tensor, *, top_k: int, top_p: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The fields of a SamplingMask: what top_k and top_p left at each slot, and the sampled token."""
+        """Fields of a SamplingMask: the tokens kept by top_k and top_p at each slot, and the sampled
+        token.
+        """
         kept, counts = [], []
         for rows in self.chunks():
             is_kept = sampling_mask(
@@ -151,8 +154,8 @@ class OutputHead(NamedTuple):
     def followed_logits(
         self, rows: slice, mask: SamplingMask | None = None, raw: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Raw logits (n, V), which are made if they are not given, and what transform and mask make of them,
-        which autograd has followed.
+        """Raw logits (n, V), computed if not given, and those after transform and mask, recorded by
+        autograd.
         """
         raw = self.raw_logits(rows) if raw is None else raw
         if self.options.multiplier == 1.0 and self.options.cap is None and mask is None:
@@ -161,8 +164,8 @@ class OutputHead(NamedTuple):
             return raw, _masked(self.options.transform(raw.requires_grad_()), mask, rows)
 
     def chunks(self, *, at_once: int = 1, num_tokens: int = 0) -> Iterator[slice]:
-        """Yield the rows whose logits make a chunk, or one of `at_once` that share its room; `num_tokens` is
-        a vocabulary larger than V.
+        """Yield rows whose logits form a chunk, or one of `at_once` chunks that share its memory;
+        `num_tokens` is a vocabulary larger than V.
         """
         elements = CPU_CHUNK_ELEMENTS if self.hidden.device.type == "cpu" else GPU_CHUNK_ELEMENTS
         size = max(1, elements // (at_once * max(num_tokens, len(self.weight))))
@@ -171,7 +174,7 @@ class OutputHead(NamedTuple):
 
 
 def hidden_states(head: OutputHead, token_ids: torch.Tensor) -> torch.Tensor:
-    """The hidden states (N, H) themselves, for `compute` of a PolicyModel."""
+    """The hidden states (N, H) themselves, as `compute` of a PolicyModel."""
     return head.hidden
 
 
@@ -179,10 +182,10 @@ def hidden_states(head: OutputHead, token_ids: torch.Tensor) -> torch.Tensor:
 def _softmax_scores(
     logits: torch.Tensor, token_ids: torch.Tensor, options: LogitOptions, *, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Return log-probabilities of the tokens (n,), entropies (n,) if asked for, and normalisers (n,), all
-    fp32: log p = (logit - normaliser) / temperature, for logits (n, V) of any float dtype.
+    """Log-probabilities of the tokens (n,), entropies (n,) if requested, and normalisers (n,), all fp32: log
+    p = (logit - normaliser) / temperature, for logits (n, V) of any float dtype.
 
-    Ids from `num_valid_tokens` on do not take part: their own log-probability is -inf.
+    Ids from `num_valid_tokens` on are excluded: their own log-probability is -inf.
     """
     valid = logits[:, : options.num_valid_tokens]
     temperature = options.temperature
@@ -212,7 +215,7 @@ def _softmax_gradient(
     grad_logprobs: torch.Tensor,
     of_entropies: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Gradient (n, V) of logits (n, V), in their dtype; 0 at ids that do not take part.
+    """Gradient (n, V) of logits (n, V), in their dtype; 0 at excluded ids.
 
     `of_entropies`: the entropies (n,) and their gradients (n,).
     """
@@ -238,14 +241,14 @@ def _softmax_gradient(
 
 
 def _centred(logits: torch.Tensor, centres: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return (logits - centres) / temperature in memory of its own, fp32; of float64 in float64."""
+    """(logits - centres) / temperature in new memory, fp32; float64 for float64."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True).sub_(centres)
     return x if temperature == 1.0 else x.div_(temperature)  # no pass over the data for the usual 1
 
 
 class _TokenScores(torch.autograd.Function):
-    """Keeps inputs, two numbers a token and as many logits as may be; the backward pass makes the others
-    again.
+    """Keeps inputs, two numbers per token and as many logits as allowed; the backward pass recomputes the
+    others.
     """
 
     @staticmethod
@@ -291,20 +294,20 @@ class _TokenScores(torch.autograd.Function):
 
 
 class SummedOverTokens(torch.autograd.Function):
-    """A weighted sum over tokens, whose gradient is made while the logits are there; the backward pass scales
-    it. A subclass takes the fields of an OutputHead first, and gives its HeadGradients to `keep`.
+    """A weighted sum over tokens whose gradient is computed with the logits; the backward pass scales it. A
+    subclass takes the fields of an OutputHead first, and passes its HeadGradients to `keep`.
     """
 
     @classmethod
     def of(cls, head: OutputHead, *more: Any) -> Any:
-        """Like `apply`, but skips the backward pass where no gradient is needed."""
+        """Like `apply`, but skips the gradient if none is needed."""
         if not torch.is_grad_enabled():
             head = OutputHead(*(x if x is None else x.detach() for x in head[:3]), head.options)
         return cls.apply(*head, *more)
 
     @staticmethod
     def keep(ctx, gradients: "HeadGradients | None", dtype: torch.dtype) -> None:
-        """Let the gradients wait for the backward pass, which returns them in the dtype of the inputs."""
+        """Keep the gradients for the backward pass, which returns them in the dtype of the inputs."""
         ctx.dtype = dtype
         # fp16 ends at 65504: the sum over many tokens may pass that before it is scaled down.
         kept = torch.float32 if dtype == torch.float16 else dtype
@@ -313,7 +316,7 @@ class SummedOverTokens(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_total, *_):
-        """Return the gradients of hidden, weight and bias, and None for all else."""
+        """Gradients of hidden, weight and bias, and None for all other inputs."""
         gradients = ctx.gradients
         ctx.gradients = None  # they are as large as the weight
         scaled = [g if g is None else g.mul_(grad_total.to(g.dtype)).to(ctx.dtype) for g in gradients]
@@ -339,17 +342,17 @@ class _SummedLogprobs(SummedOverTokens):
 
 
 def _masked(logits: torch.Tensor, mask: SamplingMask | None, rows: slice) -> torch.Tensor:
-    """Return logits of -inf outside the mask."""
+    """Logits with -inf outside the mask."""
     if mask is None:
         return logits
     return logits.masked_fill(~mask.of_rows(rows, logits.shape[1]), -torch.inf)
 
 
 class HeadGradients:
-    """Gradients of hidden, weight and bias, added up chunk by chunk; the weight's in fp32 or better."""
+    """Gradients of hidden, weight and bias, accumulated by chunk; the weight's in fp32 or better."""
 
     def __init__(self, head: OutputHead, needs: Sequence[bool]) -> None:
-        """`needs`: which of the three, in this order, are wanted."""
+        """`needs`: whether each of the three, in this order, is needed."""
         self.head = head
         summed = torch.promote_types(head.weight.dtype, torch.float32)
         self.of_hidden = torch.empty_like(head.hidden) if needs[0] else None
@@ -357,7 +360,9 @@ class HeadGradients:
         self.of_bias = torch.zeros_like(head.bias, dtype=summed) if needs[2] else None
 
     def add(self, rows: slice, raw: torch.Tensor, logits: torch.Tensor, of_logits: torch.Tensor) -> None:
-        """Add a chunk's: `of_logits` is the gradient of `logits`, which transform and mask made of `raw`."""
+        """Add a chunk's gradients: `of_logits` is the gradient of `logits`, the transformed and masked
+        `raw`.
+        """
         if logits is not raw:
             (of_logits,) = torch.autograd.grad(logits, raw, of_logits)
         hidden, weight, *_ = self.head
@@ -372,5 +377,5 @@ class HeadGradients:
             self.of_bias += of_logits.sum(0, dtype=self.of_bias.dtype)
 
     def result(self, dtype: torch.dtype) -> list[torch.Tensor | None]:
-        """Return the three in a dtype, None for those that are not needed."""
+        """The three in a dtype, None for those that are not needed."""
         return [g if g is None else g.to(dtype) for g in (self.of_hidden, self.of_weight, self.of_bias)]

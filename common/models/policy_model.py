@@ -21,9 +21,9 @@ from common.ranks import distributed
 
 
 class ScoringHead(nn.Linear):
-    """The output head: logits as ever, or what a function of an OutputHead makes of hidden states.
+    """The output head: logits, or the result of a function of an OutputHead.
 
-    It is called as a module, once a pass, so ZeRO 3 gathers its weight once however many chunks there are.
+    It is called as a module, once per pass, so ZeRO 3 gathers its weight once for any number of chunks.
     """
 
     def forward(
@@ -32,13 +32,13 @@ class ScoringHead(nn.Linear):
         compute: Callable[[OutputHead], Any] | None = None,
         options: LogitOptions | None = None,
     ) -> Any:
-        """Logits (..., V), or what `compute` makes of them, with the options of an OutputHead."""
+        """Logits (..., V), or the result of `compute` for an OutputHead with these options."""
         head = OutputHead(hidden, self.weight, self.bias, options)
         return super().forward(hidden) if compute is None else compute(head)
 
 
 class PolicyModel(nn.Module):
-    """Scores tokens by a causal LM (of transformers, or PEFT around one), which it holds as `causal_lm`."""
+    """Scores tokens with a causal LM (transformers', or a PEFT wrapper), which it holds as `causal_lm`."""
 
     def __init__(self, causal_lm: nn.Module, *, num_valid_tokens: int, temperature: float = 1.0) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class PolicyModel(nn.Module):
 
     @cached_property
     def flops(self) -> ModelFlops:
-        """What passes cost, by what is trained when it is asked for first."""
+        """FLOPs of passes, by what is trained at the first access."""
         return ModelFlops(self.causal_lm, plain_model(self.causal_lm).get_output_embeddings())
 
     def forward(
@@ -68,8 +68,8 @@ class PolicyModel(nn.Module):
         token_ids: torch.Tensor,
         compute: Callable[[OutputHead, torch.Tensor], Any] = OutputHead.logprobs,
     ) -> Any:
-        """What `compute`, such as a method of OutputHead, makes of the logits of `token_ids` (N,); by default
-        their log-probabilities, and zeros for entropies.
+        """Result of `compute`, such as a method of OutputHead, for `token_ids` (N,); by default their
+        log-probabilities, and zeros for entropies.
 
         `slots` (N,) int64 are the positions that predict the tokens, `inputs.slots_before`. All tensors are
         on the CPU.
@@ -84,7 +84,7 @@ class PolicyModel(nn.Module):
 def compute_nll_sum(
     engine: Any, batch: PackedBatch, *, is_packed: bool = False, temperature: float | None = None
 ) -> torch.Tensor:
-    """Return the negative log-likelihood summed over the targets of a batch, fp32 scalar.
+    """Negative log-likelihood summed over the targets of a batch, fp32 scalar.
 
     `engine` is a PolicyModel or its engine; the batch has input_ids and loss_mask.
     """
@@ -99,10 +99,10 @@ def compute_nll_sum(
 
 
 def count_targets(batch: PackedBatch) -> float:
-    """Return how many tokens of a batch are learned."""
+    """Number of learned tokens of a batch."""
     return float(batch.data["loss_mask"].sum())
 
 
 def language_model(module: nn.Module) -> nn.Module:
-    """Return the causal LM inside a PolicyModel, or the module itself."""
+    """The causal LM inside a PolicyModel, or the module itself."""
     return module.causal_lm if isinstance(module, PolicyModel) else module
