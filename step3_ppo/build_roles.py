@@ -74,8 +74,8 @@ class RoleSpec:
     @property
     def label(self) -> str:
         """The role as messages name it."""
-        is_reward = self.is_value_model and not self.is_trained
-        return f"reward {self.name}" if is_reward and self.name != "reward" else self.name
+        is_plain = self.is_trained or not self.is_value_model or self.name == "reward"
+        return self.name if is_plain else f"reward {self.name}"
 
     @property
     def is_offloaded(self) -> bool:
