@@ -19,7 +19,7 @@ from common.generation.decode import DecodeGraphs, DecodeStep, SamplingOptions
 from common.generation.generate import Generator, PromptBatch, _DecodeLoop
 from common.generation.inference_module import cut_module, share_weights
 from common.generation.tp_plans import build_cuts
-from common.programs import running, startup
+from common.programs import running
 from common.ranks import distributed
 from common.runs.run import Stopped
 
@@ -169,7 +169,7 @@ def test_graphs_are_forgotten_when_a_weight_moves():
 @pytest.mark.parametrize("end", [None, Stopped("stopped"), RuntimeError("an error")], ids=str)
 def test_graphs_go_before_the_process_group(end, monkeypatch):
     alive = []
-    monkeypatch.setattr(startup.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(running.signal, "signal", lambda *_: None)
     with pretended_gpu() as gpu, mock.patch.object(dist, "destroy_process_group") as destroy:
         destroy.side_effect = lambda: alive.append(len(gpu.graphs))
 
