@@ -100,7 +100,7 @@ def dpo_loss(
     fraction of pairs with swapped labels, is the authors' conservative form.
     """
     sums = (chosen_logprobs, rejected_logprobs, reference_chosen_logprobs, reference_rejected_logprobs)
-    # In bf16 a sum of -10.84 becomes -10.875, and a margin is a difference of such sums.
+    # In bf16 a sum of -10.84 becomes -10.8125, and a margin is a difference of such sums.
     assert all(logprobs.dtype == torch.float32 for logprobs in sums)
     chosen_rewards = beta * (chosen_logprobs - reference_chosen_logprobs)
     rejected_rewards = beta * (rejected_logprobs - reference_rejected_logprobs)
