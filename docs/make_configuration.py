@@ -3,7 +3,7 @@
 
 python docs/make_configuration.py
 
-Flags that several programs share stand on the page once.
+Flags that several programs share are listed once.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from common.flags.value_forms import Interval
 
 PAGE = ROOT / "docs/configuration.md"
 COMMAND = "python docs/make_configuration.py"
-# What a user starts, and the class of its flags.
+# Command: class of its flags.
 PROGRAMS = {
     "step1_sft/main.py": "step1_sft.main.SFTArguments",
     "step2_reward/main.py": "step2_reward.main.RewardArguments",
@@ -65,7 +65,7 @@ A program has the flags of the sections listed beside it.
 
 
 class Program(NamedTuple):
-    """What a user starts, and the dataclass of its flags."""
+    """A command, and the dataclass of its flags."""
 
     command: str
     flags: type

@@ -2,9 +2,9 @@
 
     python -m tools.check_data --stage 1 --model_name_or_path MODEL --data_path FILE
 
-The flags are those of the step. The rows are built as the step builds them; those of a single data set stay
-in its token cache. Only the tokenizer is loaded. The last line is the verdict; the exit code is 1 if the step
-could not use the data.
+The flags are those of the step. The rows are built as the step builds them; a step on a single data set
+reuses its token cache. Only the tokenizer is loaded. The last line is the verdict; the exit code is 1 if the
+step could not use the data.
 """
 
 import dataclasses
@@ -31,16 +31,16 @@ from tools.terminal import CONSOLE, visible
 CONTEXT = "bright_black"
 LEARNED = "green"
 REJECTED = "red"
-SPECIAL = " reverse"  # behind one of these: it shows though its text be blank
-Span = tuple[str, str]  # a text, and its style
+SPECIAL = " reverse"  # suffix of a style: visible even if the text is blank
+Span = tuple[str, str]  # text, style
 LEGENDS: dict[str, list[Span]] = {
     "sft": [("context ", CONTEXT), ("learned", LEARNED), (" end of turn", LEARNED + SPECIAL)],
     "pair": [("prompt, c ", CONTEXT), ("chosen", LEARNED), (", r ", CONTEXT), ("rejected", REJECTED)],
     "rated": [("prompt, + ", CONTEXT), ("good", LEARNED), (", - ", CONTEXT), ("bad", REJECTED)],
     "prompt": [("prompt ", CONTEXT), ("special token", CONTEXT + SPECIAL)],
 }
-MAX_MEASURED = 50_000  # rows whose masks are read: a second or two
-MAX_SHOWN = 1600  # characters of one span; of a longer one the beginning and the end are shown
+MAX_MEASURED = 50_000  # rows whose masks are read, in a second or two
+MAX_SHOWN = 1600  # characters of a span; longer ones lose their middle
 NUM_BINS, BAR_WIDTH = 8, 40
 
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     num_train = num_eval = num_bad = 0
     sources = [("data_path", path) for path in options.data_path]
     sources += [("sft_only_data_path", path) for path in options.sft_only_data_path]
-    for name, path in sources:  # the rows of a data set do not depend on the others
+    for name, path in sources:  # rows of a data set do not depend on other data sets
         alone = dataclasses.replace(options, **{"data_path": [], "sft_only_data_path": [], name: [path]})
         form = f"{STEP_NAMES[args.stage]}, template {template.name}, at most {options.max_tokens} tokens"
         CONSOLE.print(Text.assemble("\n", (path, "bold"), f"  {form}"))
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         num_train += len(data.train)
         num_eval += len(data.eval)
         num_bad += data.report.num_bad
-    if num_bad > args.max_bad_rows:  # each data set alone had few enough
+    if num_bad > args.max_bad_rows:  # each data set alone is below the limit
         wrong.append(f"{num_bad} rows are bad, more than --max_bad_rows {args.max_bad_rows}; mend them")
     if wrong:
         reasons = "; ".join(text.splitlines()[0].removesuffix(" The first:") for text in wrong)
@@ -129,7 +129,7 @@ def show_source(data: StageData, options: DataOptions, num_samples: int, templat
 
 
 def part_lengths(row: dict[str, Any]) -> dict[str, int]:
-    """Token counts of each part of a row of any step; the last is what a batch is as wide as."""
+    """Token counts of each part of a row of any step; the last one decides the width of a batch."""
     if "prompt_ids" in row:
         return {"prompt": len(row["prompt_ids"])}
     if "input_ids" in row:
@@ -202,8 +202,8 @@ def spans_of(
 ) -> list[Span]:
     """Tokens from `start` on as spans of one style each; `style` marks scored ones.
 
-    A span's text is what its tokens add to the text of all before them: decoded alone, the tokens of some
-    tokenizers lose their leading space.
+    A span's text is the text decoded up to its end without the text before it: decoded alone, the tokens of
+    some tokenizers lose their leading space.
     """
     special_ids = {*template.tokenizer.all_special_ids, template.eot_id}
     styles = [style if is_scored else CONTEXT for is_scored in loss_mask]
@@ -232,7 +232,7 @@ def show(spans: list[Span]) -> Text:
 
 
 def shorten(text: str) -> str:
-    """The beginning and the end of a text of more than MAX_SHOWN characters."""
+    """Start and end of a text of more than MAX_SHOWN characters."""
     hidden = len(text) - MAX_SHOWN
     if hidden <= 0:
         return text

@@ -46,12 +46,12 @@ from common.ranks.failures import kind_and_line
 from tools.terminal import CONSOLE, visible
 
 TEXT = "The harbour woke slowly: two boats had come in with 340 crates of herring. Mind the ice, they called!"
-LENGTHS = (5, 23, 2, 41)  # tokens of the rows that are scored and continued
-# Of the largest number that is computed: rounding alone stays well below, an error in a formula well above.
+LENGTHS = (5, 23, 2, 41)  # tokens of each row that is scored and continued
+# Tolerance relative to the largest number: well above rounding, well below the effect of a wrong formula.
 RELATIVE = {torch.float32: 3e-5, torch.bfloat16: 4e-2}
-TIE = 1e-3  # logits closer than this change places with the order of additions
-MAX_DEFAULT_SIZE = 4  # of tensor parallelism
-LIMIT = timedelta(minutes=20)  # that a rank waits for another one
+TIE = 1e-3  # logits closer than this may swap ranks with the order of additions
+MAX_DEFAULT_SIZE = 4  # largest tensor-parallel size by default
+LIMIT = timedelta(minutes=20)  # longest wait for another rank
 _STATES = {True: ("ok", "bold green"), False: ("FAIL", "bold red"), None: ("note", "yellow")}
 
 Rows = list[list[int]]
@@ -59,7 +59,7 @@ Rows = list[list[int]]
 
 @dataclass
 class CheckModelArguments(TokenizerArguments):
-    """What to check, and how much of it."""
+    """The model and the scope of the checks."""
 
     path: str = flag(REQUIRED, "the model, a folder or a hub name; as the first word it needs no --path")
     dtype: str = flag("fp32", "weights and activations; fp32 shows errors best", choices=("fp32", "bf16"))
@@ -133,7 +133,7 @@ def find_all(
         f"{model.device.type}; {len(LENGTHS)} rows of {min(LENGTHS)} to {max(LENGTHS)} tokens"
     )
     rows = build_rows(tokenizer)
-    # It generates by the attention that the model was loaded with.
+    # The generator keeps the attention that the model was loaded with.
     generator = Generator(share_weights(model), num_slots=len(rows) // 2)
     yield from guarded("log-probabilities", check_logprobs(model, rows, num_token_ids(tokenizer)))
     decoded = check_generation(model, generator, rows, tokenizer, args.max_new_tokens)
@@ -153,7 +153,7 @@ def guarded(name: str, findings: Iterator[Finding]) -> Iterator[Finding]:
     """
     try:
         yield from findings
-    except Exception as error:  # the model's own code raises what it likes, and that it does is the finding
+    except Exception as error:  # the model's own code may raise anything; the error is the finding
         yield Finding(name, kind_and_line(error), is_ok=False)
 
 
@@ -183,7 +183,7 @@ def compare(name: str, own: torch.Tensor, expected: torch.Tensor, tolerance: flo
 
 
 def use_torchs_attention(model: PreTrainedModel) -> None:
-    """Have the model compute with torch's attention in place of our kernel."""
+    """Make the model use torch's attention instead of our kernel."""
     if attention_of(model) in KERNELS:
         model.set_attn_implementation(plain_attention(model))
 
@@ -217,7 +217,7 @@ def check_generation(
     """Yield whether cached decoding, in fewer slots than there are prompts, takes transformers' likeliest
     tokens with transformers' log-probabilities.
     """
-    # Different ends: a prompt that waits enters while others are in their middle.
+    # Different limits: a waiting prompt starts while other sequences are unfinished.
     limits = torch.tensor([max(max_new_tokens - 2 * (i % 3), 1) for i in range(len(rows))])
     options = SamplingOptions(
         max_new_tokens,
@@ -240,7 +240,7 @@ def likeliest_finding(gaps: torch.Tensor, tie: float) -> Finding:
     """Whether each token of greedy texts is transformers' likeliest; `gaps` (N,) is the difference of its
     logit to the largest, and a difference below `tie` is a tie.
     """
-    num_right = int((gaps < tie).sum())  # NaN is no tie
+    num_right = int((gaps < tie).sum())  # NaN is not a tie
     text = f"{num_right} of {len(gaps)} tokens are transformers' likeliest: a logit is at most"
     text += f" {float(gaps.max()):.1e} lower, less than {tie:.1e} is a tie"
     return Finding("cached decoding", text, num_right == len(gaps))
@@ -253,10 +253,10 @@ def choose_sizes(model: nn.Module, asked: Sequence[int]) -> tuple[list[Finding],
     """Findings on sizes that do not work, and the sizes to run: by default the smallest that work."""
     wanted = list(asked) or [size for size in working_tp_sizes(model) if size <= MAX_DEFAULT_SIZE]
     findings = []
-    for size in wanted if max(wanted) > 1 else [2]:  # where none is wanted, a remark on why 2 would not work
+    for size in wanted if max(wanted) > 1 else [2]:  # if none is wanted, a note if 2 would not work
         try:
             build_cuts(model, size)
-        except ValueError as error:  # of no plan at all, too
+        except ValueError as error:  # also for a family without a plan
             is_ok = False if size in wanted else None
             findings.append(Finding(f"tensor parallel {size}", str(error), is_ok))
             wanted = [other for other in wanted if other != size]
@@ -277,15 +277,15 @@ def check_ranks(job: RankJob) -> Iterator[Finding]:
     """Yield the finding on one size."""
     name = f"tensor parallel {job.tp_size}"
     with tempfile.TemporaryDirectory(prefix="triptych_ranks_") as folder:
-        # A process that has done nothing but the imports, seconds of them, makes the ranks of all sizes.
+        # A fork server that has only run the imports, which take seconds, starts the ranks of all sizes.
         multiprocessing.set_forkserver_preload(["tools.check_model"])
         arguments = (job, folder)
-        try:  # one that fails ends the others
+        try:  # a failed rank ends the others
             multiprocessing.start_processes(
                 run_rank, arguments, nprocs=job.tp_size, start_method="forkserver"
             )
         except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
-            last = str(error).strip().splitlines()[-1]  # of a rank's traceback: what it raised
+            last = str(error).strip().splitlines()[-1]  # last line of a rank's traceback: its exception
             yield Finding(name, f"a rank failed: {last}", is_ok=False)
             return
         own, expected = torch.load(Path(folder, "logits.pt"), weights_only=True)
@@ -304,7 +304,7 @@ def run_rank(rank: int, job: RankJob, folder: str) -> None:
     store = dist.FileStore(str(Path(folder, "store")), job.tp_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.tp_size, timeout=LIMIT)
     with torch.inference_mode():
-        for turn in range(job.tp_size):  # whole models one at a time
+        for turn in range(job.tp_size):  # one whole model in memory at a time
             if turn == rank:
                 model = load_causal_lm(job.options, job.num_tokens).eval()
                 expected = [plain_logits(model, row) for row in job.rows] if rank == 0 else []

@@ -1,7 +1,7 @@
 """Checks whether this machine can run the programs: one line per requirement.
 
 A line is ok, a note, or a problem with its cure; the exit code is 1 if there is a problem. torch,
-transformers and deepspeed may be missing: then it says what to install.
+transformers and deepspeed may be missing: the check then says what to install.
 """
 
 import importlib
@@ -25,7 +25,7 @@ Line = tuple[str, str, str]  # state, subject, result and cure
 
 
 def check_packages() -> Iterator[Line]:
-    """Compare Python and every line of requirements.txt with what is installed, and import the three."""
+    """Compare Python and requirements.txt with the installed versions, and import those in IMPORTED."""
     from packaging.requirements import Requirement
 
     state = OK if sys.version_info >= (3, 11) else PROBLEM
@@ -51,7 +51,7 @@ def try_import(name: str, cure: str) -> Line:
     """Version of a library, or why it cannot be imported."""
     try:
         return OK, f"import {name}", importlib.import_module(name).__version__
-    except Exception as error:  # it is missing, half installed, or was built for another torch
+    except Exception as error:  # missing, partly installed, or built for another torch
         return PROBLEM, f"import {name}", f"{type(error).__name__}: {error}; {cure}"
 
 
@@ -92,7 +92,7 @@ def main() -> int:
             for state, name, text in check():
                 print(f"{state:<8} {name:<22} {text}", flush=True)
                 num_bad += state == PROBLEM
-        except Exception as error:  # a missing package, mostly; the next check still runs
+        except Exception as error:  # usually a missing package; the next check still runs
             print(f"{PROBLEM:<8} {check.__name__:<22} {type(error).__name__}: {error}", flush=True)
             num_bad += 1
     print(f"\n{num_bad} problems" if num_bad else "\nok: this machine can run the programs")

@@ -8,11 +8,11 @@
     2      b P      b P / N, tr.   12 P / N              the same
     3      b P / N  b P / N        12 P / N              the same, of 10^9 elements at most
 
-    --optimizer_dtype bf16: 6 for 12, 2 for 4 + b; matrices that are Muon's: 8 for 12, or 4 for 6
+    --optimizer_dtype bf16: 6 for 12, 2 for 4 + b; matrices of Muon: 8 for 12, or 4 for 6
 
-arXiv:1910.02054 section 3, and counted on engines of DeepSpeed 0.19; bf16 runs at stage 1 instead of 0. What
-comes to less than 2 % is left out: norms and biases that ZeRO 3 keeps whole, padding of the vocabulary, the
-rollout batch, under LoRA copies of what else --only_optimize_lora false trains.
+arXiv:1910.02054 section 3, and counted on engines of DeepSpeed 0.19; bf16 runs at stage 1 instead of 0. Items
+below 2 % are left out: norms and biases that ZeRO 3 keeps whole, padding of the vocabulary, the rollout
+batch, and under LoRA copies of the other weights that --only_optimize_lora false trains.
 """
 
 import copy
@@ -43,10 +43,10 @@ from common.models.output_head import (
 from common.models.saved_adapters import is_adapter
 from tools.planned_run import PlannedModel, Role, Run
 
-TRAINING = ("backward", "reduce", "step")  # all activations, all gradients, the optimizer's copies
+TRAINING = ("backward", "reduce", "step")  # peaks of activations, gradients, optimizer buffers
 
-# Who holds gradients for its step while another does what: step 3 makes the actor's, then the critic's; both
-# are judged before the actor steps, then the critic.
+# (role that holds gradients, role that runs, what it does): step 3 computes the actor's gradients, then the
+# critic's; both are checked before the actor steps, then the critic.
 WAITS = {("actor", "critic", "backward"), ("actor", "critic", "reduce"), ("critic", "actor", "step")}
 
 Holdings = dict[tuple[str, str], float]  # (role, item) -> bytes
@@ -54,7 +54,7 @@ Holdings = dict[tuple[str, str], float]  # (role, item) -> bytes
 
 @dataclass
 class Moment:
-    """What is held at once while a role does `verb`: idle, generate, score, or one of TRAINING."""
+    """Memory held while a role does `verb`: idle, generate, score, or one of TRAINING."""
 
     phase: str
     role: str
@@ -90,7 +90,7 @@ class MemoryPlan:
         self.peak = max(self.moments, key=lambda moment: moment.total)
         self.left = run.memory_bytes - self.peak.total
         self.cpu_peak = max(sum(moment.cpu.values()) for moment in self.moments) * run.args.num_gpus
-        # Each rank reads all weights and then moves them; under ZeRO 3 the first rank hands them out.
+        # Each rank reads all weights, then moves them; under ZeRO 3 only the first rank reads and sends them.
         readers = [(role.model.num_params, 1 if role.is_sharded else run.args.num_gpus) for role in run.roles]
         self.loading = max(run.num_bytes * size * number for size, number in readers)
         known = run.args.cpu_memory_gib * 2**30
@@ -114,9 +114,9 @@ def _fill(run: Run, moment: Moment) -> Moment:
             weights /= run.num_ranks if role.is_sharded else 1
             is_away = role.params_on_cpu and (role.is_sharded or verb == "idle")
             moment.hold(role.name, "weights", weights, on_cpu=is_away)
-            if role.params_on_cpu and not (is_away or run.is_cpu):  # the pinned originals stay
+            if role.params_on_cpu and not (is_away or run.is_cpu):  # the pinned copies stay
                 moment.hold(role.name, "weights", weights, on_cpu=True)
-        elif is_adapter(role.spec.path):  # as they began, and while they take the place of what they are now
+        elif is_adapter(role.spec.path):  # initial adapters; while scoring, also the current ones
             began = run.num_bytes * role.model.num_trained / run.num_ranks
             moment.hold(role.name, "adapters", began * (2 if verb == "score" else 1))
         if role.spec.is_trained:
@@ -125,7 +125,7 @@ def _fill(run: Run, moment: Moment) -> Moment:
         if role is run.actor:
             _hold_generation(run, role, verb == "generate", moment)
     moment.hold("device", "reserved", reserved_gib(run) * 2**30)
-    if run.is_cpu:  # one and the same memory
+    if run.is_cpu:  # device and CPU share one memory
         for key, num_bytes in moment.cpu.items():
             moment.hold(*key, num_bytes)
         moment.cpu = {}
@@ -143,11 +143,11 @@ def _hold_training_state(run: Run, role: Role, verb: str, moment: Moment) -> Non
     """Hold optimizer states, averages, gradients and buffers: see the table above."""
     stage = role.zero.stage
     num_trained = role.model.num_trained
-    num_stepped = num_trained / run.num_ranks if stage else num_trained  # by this rank
+    num_stepped = num_trained / run.num_ranks if stage else num_trained  # weights stepped by this rank
     state_bytes = DTYPES[run.args.optimizer_dtype].itemsize
-    has_copy = run.args.dtype != "fp32" or stage > 0  # of the weights, in the states' dtype
+    has_copy = run.args.dtype != "fp32" or stage > 0  # copy of the weights in the states' dtype
     muon_share = role.model.num_in_matrices / num_trained if run.args.optimizer == "muon" else 0.0
-    num_states = (3 if has_copy else 2) - muon_share  # two moments of a weight, one of Muon's
+    num_states = (3 if has_copy else 2) - muon_share  # two moments per weight, one for Muon
     is_lent = moment.verb == "generate" and run.args.offload_states_for_generation and role.states_can_move
     is_away = role.steps_on_cpu or is_lent
     moment.hold(role.name, "optimizer", state_bytes * num_states * num_stepped, on_cpu=is_away)
@@ -161,16 +161,16 @@ def _hold_training_state(run: Run, role: Role, verb: str, moment: Moment) -> Non
         num_at_once = min(num_stepped, role.zero.sub_group_size) if stage == 3 else num_stepped
         if role.steps_on_cpu or not has_copy:
             num_at_once = 0
-        flat_bytes = run.num_bytes if state_bytes != run.num_bytes else 0  # gone once it is copied
+        flat_bytes = run.num_bytes if state_bytes != run.num_bytes else 0  # freed once copied
         by_adamw = (state_bytes + flat_bytes) * num_at_once * max(muon_share, 1 - muon_share)
-        # What is Muon's is stepped by itself: fp32 parts of a matrix and its powers, a matrix for each rank.
+        # Muon's matrices are stepped separately: fp32 terms of a matrix and its powers, a matrix per rank.
         work = (32.0 + run.num_bytes * run.num_ranks) * role.model.largest_matrix if muon_share else 0.0
         by_muon = state_bytes * num_at_once * muon_share + work
         moment.hold(role.name, "step's buffers", max(by_adamw, by_muon))
 
 
 def _hold_gradients(run: Run, role: Role, verb: str, moment: Moment, num_stepped: float) -> None:
-    """Hold all gradients, or those that this rank steps, which under offload are on the CPU, in fp32 too."""
+    """Hold all gradients, or those that this rank steps; offloaded ones are on the CPU, also in fp32."""
     whole = run.num_bytes * role.model.num_trained
     own = run.num_bytes * num_stepped
     if role.steps_on_cpu:
@@ -205,9 +205,9 @@ def _hold_buckets(run: Run, role: Role, verb: str, moment: Moment) -> None:
 def _gathered(run: Run, role: Role, verb: str) -> float:
     """Bytes of whole weights that ZeRO 3 holds while a model runs.
 
-    Without gradients: what is prefetched, up to the limit of live parameters. With gradients: all weights,
+    Without gradients: prefetched weights, up to the limit of live parameters. With gradients: all weights,
     because torch's linear saves a view of its weight, unless layers are recomputed; then at least what the
-    backward pass will need within the reuse distance, in which a layer's forward, recomputation and backward
+    backward pass needs within the reuse distance, in which a layer's forward, recomputation and backward
     each count.
     """
     settings, model = role.zero, role.model
@@ -217,7 +217,7 @@ def _gathered(run: Run, role: Role, verb: str) -> float:
             live = max(live, settings.max_reuse_distance / (3 if role.is_checkpointed else 2))
         else:
             live = model.num_params
-    # The last ones are fetched together and then copied apart.
+    # The last weights are fetched together and then copied separately.
     held = min(live, model.num_params) + model.largest_module + settings.prefetch_bucket_size
     if verb == "reduce":
         held += model.largest_module  # its gradient
@@ -232,8 +232,8 @@ class Activations(NamedTuple):
 
     saved_by_layer: int  # for the backward pass, without checkpointing
     saved_outside: int  # embeddings, the last norm
-    backward_work: int  # most that the backward pass of a layer holds beside what was saved
-    forward_peak: int  # most that a pass without gradients holds
+    backward_work: int  # peak of a layer's backward pass, without saved tensors
+    forward_peak: int  # peak of a pass without gradients
 
 
 @cache
@@ -242,9 +242,9 @@ def trace_activations(model: PlannedModel, dtype: str, length: int) -> Activatio
 
     The attention is the family's own under torch, without a mask, as `build_model_inputs` makes none.
     """
-    # transformers would make one to be safe: fake positions do not tell it that nothing is packed.
+    # transformers would build a mask: fake positions do not show that nothing is packed.
     whole = mock.patch("transformers.masking_utils.find_packed_sequence_indices", lambda positions: None)
-    # Fake tensors have no grouped product in fp32.
+    # Fake tensors do not support grouped matrix products in fp32.
     grouped = mock.patch("transformers.integrations.moe._can_use_grouped_mm", lambda *_: dtype != "fp32")
     with FakeTensorMode(), whole, grouped:
         one, two = (_trace(model.plain, dtype, length, num_layers) for num_layers in (1, 2))
@@ -255,7 +255,7 @@ def trace_activations(model: PlannedModel, dtype: str, length: int) -> Activatio
 def _trace(plain: PreTrainedModel, dtype_name: str, length: int, num_layers: int) -> Activations:
     """Activations of a model of a few layers; everything that it saves counts as `saved_by_layer`."""
     config = copy.deepcopy(plain.config)
-    dtype = DTYPES["bf16" if dtype_name == "fp16" else dtype_name]  # as wide
+    dtype = DTYPES["bf16" if dtype_name == "fp16" else dtype_name]  # fp16 is as large as bf16
     config.num_hidden_layers = num_layers
     config.use_cache = False
     if getattr(config, "layer_types", None):
@@ -270,7 +270,7 @@ def _trace(plain: PreTrainedModel, dtype_name: str, length: int, num_layers: int
         hidden = backbone(input_ids=ids)[0]
         saved = live.now
     del hidden
-    backbone.requires_grad_(False)  # the gradients of weights are counted with the optimizer's
+    backbone.requires_grad_(False)  # gradients of weights are counted by `_hold_gradients`
     width = backbone.get_input_embeddings().weight.shape[1]
     embedded = torch.zeros(1, length, width, dtype=dtype, requires_grad=True)
     with LiveBytes(backbone) as live:
@@ -322,8 +322,8 @@ def _hold_activations(run: Run, role: Role, verb: str, moment: Moment) -> None:
     traced = trace_activations(role.model, run.args.dtype, run.length)
     num_tokens = run.tokens_per_score if verb == "score" else run.tokens_per_pass
     num_sequences = num_tokens / run.length
-    states = num_tokens * model.hidden_size * run.num_bytes  # between two layers
-    # PEFT adds adapters to a layer's stacked experts in each pass, and the backward pass wants the sum.
+    states = num_tokens * model.hidden_size * run.num_bytes  # hidden states between two layers
+    # PEFT adds adapters to a layer's stacked experts in each pass, and the backward pass needs the sum.
     sums = run.num_bytes * model.num_in_stacks / model.num_layers
     if verb == "backward":
         inside = num_sequences * traced.saved_by_layer
@@ -359,13 +359,13 @@ def head_bytes(run: Run, role: Role, num_tokens: float, *, is_training: bool) ->
     chunk = CPU_CHUNK_ELEMENTS if run.is_cpu else GPU_CHUNK_ELEMENTS
     logits = min(chunk, num_scored * head.shape[0])
     if not is_training:
-        return logits * (b + (8 if run.actor else 4))  # step 3 wants the entropy too
+        return logits * (b + (8 if run.actor else 4))  # step 3 also needs the entropy
     work = logits * ((2 * b + 8) if run.actor else (b + 8))
     if run.actor or run.args.stage == 2:
         kept = min(CPU_KEPT_ELEMENTS if run.is_cpu else GPU_KEPT_ELEMENTS, num_scored * head.shape[0])
         work += max(kept - logits, 0) * b
     work += num_scored * model.hidden_size * b
-    # Its gradient is added up in fp32.
+    # The head's gradient is accumulated in fp32.
     return work + (head.numel() * (4 + b) if head.requires_grad else 0)
 
 
@@ -383,7 +383,7 @@ def _hold_generation(run: Run, role: Role, is_on: bool, moment: Moment) -> None:
         moment.hold(name, "keys and values", keys)
     has_graphs = is_kept and not (run.is_cpu or run.gathers_by_layer or args.no_cuda_graphs)
     if is_on or has_graphs:
-        of_logit = b + (38.0 if args.top_p < 1 else 20.0)  # counted on a pretended GPU, and 4 to spare
+        of_logit = b + (38.0 if args.top_p < 1 else 20.0)  # counted on a pretended GPU, plus a margin of 4
         moment.hold(name, "token passes", run.num_slots * model.head.weight.shape[0] * of_logit)
     if not run.gathers_by_layer and (is_on or has_graphs):
         moment.hold(name, "slices of weights", b * run.plan_switch().new)

@@ -59,7 +59,7 @@ def plan_start(args: Any, problems: Problems) -> None:
             raise ValueError(problems.messages[0])
         memory = MemoryPlan(run)
         lines = [*head_lines(run)[:1], *memory_lines(run, memory), "", *verdict_lines(run, memory)]
-    except Exception as error:  # a model's own code, a driver's words: whatever it is, a plan is no condition
+    except Exception as error:  # any error of a model's code or a driver: a start needs no plan
         print(f"no memory plan: {first_line(error)}", flush=True)
         return
     print("\n".join(lines), flush=True)
@@ -148,7 +148,7 @@ def item_rows(columns: Sequence[Holdings]) -> list[list[str]]:
 
 
 def verdict_lines(run: Run, memory: MemoryPlan) -> list[str]:
-    """Whether it fits, and changes with which it would."""
+    """Whether the run fits, and changes that would make it fit."""
     peak = memory.peak
     what = f"{peak.phase}, {peak.verb}" if peak.verb in TRAINING else f"{peak.phase} {peak.role}".strip()
     if memory.fits:
@@ -177,7 +177,7 @@ def traffic_lines(run: Run) -> list[str]:
 
 
 def assumption_lines(run: Run) -> list[str]:
-    """Assumptions behind the figures."""
+    """Assumptions of the figures."""
     args = run.args
     cpu = f"{args.cpu_memory_gib:g} GiB" if args.cpu_memory_gib else "not known, so not checked"
     lines = [
@@ -251,7 +251,7 @@ def candidate_changes(run: Run) -> Iterator[Change]:
     if is_ppo and args.enable_hybrid_engine:
         yield Change({"release_inference_cache": True}, "the cache is built every time")
     if args.dtype == "fp32" and not run.is_cpu:
-        # A card whose default that is knows no other; fp16 has a loss scaler.
+        # A GPU whose default is fp32 does not support bf16; fp16 has a loss scaler.
         yield Change({"dtype": "fp16"}, "16 bits: rounder numbers, and faster")
     recompute = {f"{role}gradient_checkpointing": True for role in roles}
     yield Change(recompute, "a third more arithmetic in training")
@@ -294,7 +294,7 @@ def _in_parts(args: Any, size_flag: str, count_flag: str, cost: str) -> Iterator
 
 
 def halvings(number: int, least: int = 1) -> list[int]:
-    """The number halved again and again, down to `least`."""
+    """The number halved repeatedly, down to `least`."""
     if number % 2 or number // 2 < least:
         return []
     return [number // 2, *halvings(number // 2, least)]

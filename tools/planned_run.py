@@ -52,23 +52,23 @@ class PlannedModel:
         text = plain.config.get_text_config()
         self.num_layers = text.num_hidden_layers
         self.hidden_size = text.hidden_size
-        self.num_params = sum(p.numel() for p in self.module.parameters())  # a tied weight once
+        self.num_params = sum(p.numel() for p in self.module.parameters())  # tied weights count once
         self.num_in_backbone = sum(p.numel() for p in backbone_of(plain).parameters())
         trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         self.num_trained = sum(p.numel() for p in trained.values())
-        in_matrices = [p.numel() for name, p in trained.items() if is_hidden_matrix(name, p)]  # of Muon
+        in_matrices = [p.numel() for name, p in trained.items() if is_hidden_matrix(name, p)]  # for Muon
         self.num_in_matrices = sum(in_matrices)
         self.largest_matrix = max(in_matrices, default=0)
         self.linear_names = linear_module_names(plain)
         self.num_in_linear = sum(plain.get_submodule(n).weight.numel() for n in self.linear_names)
         stacks = (w for w in trained_weights(self.module).values() if w.num_stacked > 1)
-        self.num_in_stacks = sum(w.parameter.numel() for w in stacks)  # that have adapters
+        self.num_in_stacks = sum(w.parameter.numel() for w in stacks)  # with adapters
         self.is_value_model = isinstance(getattr(plain, "score", None), nn.Linear)
         adapted = plain_model(self.module)
         self.head = adapted.score if self.is_value_model else adapted.get_output_embeddings()
         if self.head is None:
             raise ValueError(f"{type(plain).__name__} has no linear `score` head")
-        # ZeRO 3 cannot but gather the parameters of one module together.
+        # ZeRO 3 always gathers the parameters of a module together.
         modules = self.module.modules()
         self.largest_module = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in modules)
 
@@ -95,11 +95,11 @@ def with_adapters(model: PlannedModel, lora: LoraOptions) -> PlannedModel:
 class Switch(NamedTuple):
     """Elements of weights that a rank holds and moves when generation starts."""
 
-    new: int  # of its slices: what is not the trainer's own memory
+    new: int  # in its slices, except views of the trainer's weights
     from_gather_group: int  # received
     from_all: int  # received
-    staged: int  # in what is sent and received, until the slices are made: most of `at_once` layers
-    new_at_once: int  # of `new`, in `at_once` layers: they are copied where slices stay
+    staged: int  # in send and receive buffers until the slices are built: peak of `at_once` layers
+    new_at_once: int  # of `new`, peak of `at_once` layers: copied into slices that are kept
 
 
 @cache
@@ -128,7 +128,7 @@ def plan_switch(
                     staged += 2 * received
                 elif plan.route is Route.WHOLE and plan.cut is not None:
                     staged += layout.world_size * plan.shard_size
-            # W + scaling B A is a new tensor, whatever W's slice was.
+            # W + scaling B A is a new tensor, even if W's slice is a view.
             is_linear = name.removesuffix(".weight") in model.linear_names
             is_merged = weights[name].lora_a is not None or (is_packed and is_linear)
             new += 0 if is_view and not is_merged else prod(plan.local_shape)
@@ -166,9 +166,9 @@ class Role:
 
     spec: RoleSpec
     model: PlannedModel  # with its adapters
-    zero: DeepSpeedZeroConfig  # the stage as it is run; sizes in elements
-    num_shared: int = 0  # parameters that a role before it holds for both
-    num_packed: int = 0  # parameters of its own that are in 4 bits
+    zero: DeepSpeedZeroConfig  # effective stage; sizes in elements
+    num_shared: int = 0  # parameters shared with an earlier role, which holds them
+    num_packed: int = 0  # own parameters in 4 bits
 
     @property
     def name(self) -> str:
@@ -214,16 +214,16 @@ class Run:
         self.is_cpu = args.gpu == "cpu"
         self.memory_bytes = (args.gpu_memory_gib or DEVICES[args.gpu].memory_gib) * 2**30
         self.num_ranks = args.num_gpus * args.num_nodes
-        self.num_bytes = DTYPES[args.dtype].itemsize  # of a weight
+        self.num_bytes = DTYPES[args.dtype].itemsize  # bytes per weight
         self.roles = build_roles(args, specs, models)
         is_ppo = args.stage == 3
         cap = args.max_tokens_per_micro_batch
         self.actor = self.roles[0] if is_ppo else None  # the role that generates
         self.length = sequence_length(args)
         sequences_of_row = 2 if args.stage == 2 and not args.is_unpaired else 1  # pairs
-        self.row_length = self.length * sequences_of_row  # what stays together in a pass
+        self.row_length = self.length * sequences_of_row  # tokens that stay together in a pass
         rows = args.per_device_training_batch_size if is_ppo else args.per_device_train_batch_size
-        # Of training, and in step 3 of scoring too; pairs are planned as if their prompts were empty.
+        # For training, and in step 3 for scoring; pairs are planned as if their prompts were empty.
         self.group_size = (
             args.num_samples_per_prompt if is_ppo and shares_prompts(args, models["actor"]) else 1
         )
@@ -231,23 +231,23 @@ class Run:
         if not (cap or args.packed):
             self.tokens_per_pass = self.count_tokens(rows)
         self.tokens_per_score = self.tokens_per_pass
-        if not is_ppo:  # an evaluation's passes
+        if not is_ppo:  # evaluation passes
             self.tokens_per_score = args.per_device_eval_batch_size * self.row_length
         elif args.max_tokens_per_scoring_pass:
             self.tokens_per_score = max(args.max_tokens_per_scoring_pass, self.row_length)
-        # Of a rank and optimizer step, then of its passes.
+        # Sequences, then passes, per rank and optimizer step.
         self.sequences_per_update = rows * sequences_of_row * args.gradient_accumulation_steps
         num_tokens = self.count_tokens(self.sequences_per_update // sequences_of_row)
         self.num_micro_batches = -(-num_tokens // self.tokens_per_pass)
         if not self.actor:
             return
         self.num_samples = args.samples_per_step
-        # 1 without a plan for the family, as in the hybrid engine.
+        # 1 if the family has no plan, as in the hybrid engine.
         self.tp_size = args.inference_tp_size if models["actor"].find_cuts(args.inference_tp_size) else 1
         self.has_contiguous_groups = args.inference_tp_groups == "contiguous"
         is_hybrid = args.enable_hybrid_engine
         self.gathers_by_layer = is_hybrid and args.unpin_actor_parameters and self.actor.is_sharded
-        # Sequences that a replica runs at a time; transformers' generate runs all of a batch.
+        # Sequences that a replica generates at a time; transformers' generate runs a whole batch.
         waiting = args.per_device_generation_batch_size * args.num_samples_per_prompt * self.tp_size
         self.num_slots = min(args.generation_slots or DEFAULT_SLOTS, waiting) if is_hybrid else waiting
 
@@ -264,7 +264,7 @@ class Run:
     def plan_switch(self) -> Switch:
         """Elements that the switch to generation moves and holds on a rank."""
         is_contiguous = self.has_contiguous_groups
-        rank = int(is_contiguous and self.num_ranks > 1)  # most others have nothing of their slice either
+        rank = int(is_contiguous and self.num_ranks > 1)  # like most ranks, it has no part of its slice
         return plan_switch(
             self.actor.model,
             TPLayout(self.num_ranks, self.tp_size, rank, is_contiguous),
@@ -322,7 +322,7 @@ def read_run(args: Any, problems: Problems) -> Run:
 
 def build_run(args: Any, models: Models, problems: Problems) -> Run | None:
     """The run of these models; None after adding why a step would reject its flags."""
-    if args.dtype in ("", "auto"):  # what the programs would choose on such a device
+    if args.dtype in ("", "auto"):  # the programs' default on such a device
         args = replace(args, dtype="fp32" if args.gpu in WITHOUT_BF16 else "bf16")
     startup.check_offload(args, args.dtype, problems)
     check_optimizer(args, args.dtype, problems)

@@ -18,7 +18,7 @@ STEP_NAMES = {1: "step 1, SFT", 2: "step 2, reward model", 3: "step 3, PPO"}
 
 @dataclass
 class StageArguments:
-    """Which step."""
+    """The step."""
 
     stage: int = flag(
         REQUIRED, "the step: 1 SFT, 2 reward model, 3 PPO; all of its flags are taken too", choices=(1, 2, 3)
@@ -44,7 +44,7 @@ def parse_step_args(
     is_known = stage in map(str, STEPS)
     if is_known:
         cls = with_step_flags(cls, int(stage))
-    else:  # nothing can be told of the other words
+    else:  # without a step the other arguments cannot be parsed
         words = [word for word in words if word in ("-h", "--help", "--help_all")] + ["--stage", stage]
     args = parse_args(cls, words, description=description, problems=problems)
     if not is_known:

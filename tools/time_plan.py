@@ -1,14 +1,14 @@
 """Estimated seconds of each phase of a step on GPU machines, from computation, memory reads and
 communication. Not measured.
 
-    score, train   the longer of arithmetic and of gathers, which go on beside it
-    switch         its gathers, and the copies of states that wait on the CPU
-    generate       prompts: arithmetic. A token step: weights, keys and values are read, kernels start, a
-                   replica's ranks sum; nothing of it goes on beside the rest
-    gathers        the longer of both links' bytes, and the hops of a ring for each matrix
+    score, train   the longer of arithmetic and gathers, which overlap
+    switch         its gathers, and the copies of states kept on the CPU
+    generate       prompts: arithmetic. A token step: reads of weights, keys and values, kernel launches,
+                   all-reduces of a replica's ranks; nothing overlaps
+    gathers        the longer of both links' transfers, and the hops of a ring for each matrix
 
-Left out: the optimizer's step, advantages, the exchange of rows, rewards but models', ranks that wait for one
-another. Every response is at full length, as in the other plans.
+Left out: the optimizer's step, advantages, the exchange of rows, rewards that are not models, ranks waiting
+for one another. Every response is at full length, as in the other plans.
 """
 
 import math
@@ -26,26 +26,26 @@ from tools.traffic_plan import Phase, gathers_of_pass, plan_traffic, scoring_pas
 
 
 class Machines(NamedTuple):
-    """GPUs and what joins them: rates in FLOPs or bytes a second, one way, and seconds."""
+    """GPUs and their links: rates in FLOPs or bytes per second, one way; latencies in seconds."""
 
     flops: float
     memory: float
     near: float  # to a GPU of the same machine
-    far: float  # to another machine, of each GPU
+    far: float  # to another machine, per GPU
     host: float  # to the CPU's memory
-    arithmetic_share: float  # of `flops` that passes reach
-    memory_share: float  # of `memory` that a token step reaches
-    link_share: float  # of `near`, `far` and `host` that collectives and copies reach
-    layer_seconds: float  # of a layer in a token step, beside the reading of memory
-    ring: tuple[float, float, float]  # a gather: its start, a hop inside a machine, one between machines
-    tree: tuple[float, float, float]  # a small all-reduce: the same
+    arithmetic_share: float  # share of `flops` that passes reach
+    memory_share: float  # share of `memory` that a token step reaches
+    link_share: float  # share of `near`, `far`, `host` that collectives and copies reach
+    layer_seconds: float  # per layer of a token step, besides memory reads
+    ring: tuple[float, float, float]  # latencies of a gather: start, hop in a machine, hop between
+    tree: tuple[float, float, float]  # latencies of a small all-reduce, in the same order
 
 
-# flops, memory, near: NVIDIA's data sheet of the H100 SXM. far: 400 Gbit/s of InfiniBand for each GPU, as in
+# flops, memory, near: NVIDIA's data sheet of the H100 SXM. far: 400 Gbit/s of InfiniBand per GPU, as in
 # a DGX H100. host: PCIe 5.0 x16. ring, tree: the latencies of NCCL's own model (src/graph/tuning.cc, LL128).
 # arithmetic_share: torchtitan's Llama-3.1-8B on 8 H100 reaches about 0.39, nanochat 0.40 to 0.46.
-# layer_seconds: what DeepSpeed's 2.8 ms for a token step of OPT-1.3B by a CUDA graph on an H100 (its pull
-# request 8271) leave for each of 24 layers. memory_share, link_share: assumed.
+# layer_seconds: DeepSpeed's 2.8 ms for a token step of OPT-1.3B by a CUDA graph on an H100 (its pull request
+# 8271), without memory reads, per layer (of 24). memory_share, link_share: assumed.
 H100 = Machines(
     flops=1e12 * DEVICES["h100-80g"].tflops_16bit,
     memory=3.35e12,
@@ -71,7 +71,7 @@ class PhaseTime:
     links: float = 0.0
     hops: float = 0.0
     host: float = 0.0
-    is_overlapped: bool = False  # what is sent goes on beside the arithmetic
+    is_overlapped: bool = False  # communication overlaps arithmetic
 
     @property
     def causes(self) -> dict[str, float]:
@@ -86,8 +86,8 @@ class PhaseTime:
 
     @property
     def bound(self) -> str:
-        """The cause that takes longest; that of the communication if it takes longer than the arithmetic
-        beside it.
+        """The longest cause; one of the communication if that takes longer than the arithmetic that it
+        overlaps.
         """
         causes = self.causes
         if self.is_overlapped and self.arithmetic < self.seconds:
@@ -144,7 +144,7 @@ def _pass_flops(run: Run, role: Role, *, is_training: bool) -> float:
 
 
 def ring_seconds(run: Run, size: int, machines: Machines, stride: int = 1) -> float:
-    """Seconds of the hops of a gather by `size` ranks, each `stride` after the one before."""
+    """Seconds of the hops of a gather by `size` ranks, `stride` ranks apart."""
     if size == 1:
         return 0.0
     num_nodes = size // max(min(run.args.num_gpus // stride, size), 1)

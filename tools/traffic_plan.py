@@ -4,16 +4,17 @@
 
     all-gather or reduce-scatter of M          (N - 1) / N M received; all-reduce: twice that
     of which from other machines               (machines - 1) / machines M / ranks of a machine
-    ZeRO 0, 1, 2                               all-reduce of gradients, by 2 in every micro-batch; by 1 and 2
+    ZeRO 0, 1, 2                               all-reduce of gradients, under 2 per micro-batch; under 1 and 2
                                                an all-gather of weights
     ZeRO 3, each micro-batch                   two all-gathers of weights, of some three (gathers_of_pass), a
                                                reduce-scatter of gradients
     hybrid switch                              (N - t) / (N t) M and more, see generation/resharding.py
-    a token that replicas of t read            2 all-reduces a layer, one of its embedding; where the next is
+    a token that replicas of t process         2 all-reduces per layer, one of its embedding; if the next is
                                                sampled, a gather of logits
 
-ZeRO 1 and 2 of DeepSpeed 0.19 all-reduce (use_multi_rank_bucket_allreduce) where a reduce-scatter would do.
-Adapters that ZeRO 3 shards, which are gathered at the switch too, come to less than 2 % and are left out.
+ZeRO 1 and 2 of DeepSpeed 0.19 all-reduce (use_multi_rank_bucket_allreduce) although a reduce-scatter would
+suffice. Adapters that ZeRO 3 shards, which are gathered at the switch too, amount to less than 2 % and are
+left out.
 """
 
 import math
@@ -33,12 +34,12 @@ class Phase:
     host_bytes: float = 0.0  # between the device and the CPU's memory, both ways
 
     def gather(self, run: Run, size: int, num_bytes: float, *, stride: int = 1) -> None:
-        """Add a gather of `num_bytes` from a group of `size` ranks, each `stride` after the one before. A
-        reduce-scatter receives the same number, an all-reduce is one of each.
+        """Add a gather of `num_bytes` from a group of `size` ranks, `stride` ranks apart. A reduce-scatter
+        receives the same number, an all-reduce is one of each.
 
         Hierarchical: each machine receives the others' bytes once, and its ranks pass them on.
         """
-        per_node = max(min(run.args.num_gpus // stride, size), 1)  # of the group, on one machine
+        per_node = max(min(run.args.num_gpus // stride, size), 1)  # ranks of the group on one machine
         inter = num_bytes * (1 - per_node / size) / per_node
         self.intra_bytes += num_bytes * (size - 1) / size - inter
         self.inter_bytes += inter
@@ -61,7 +62,7 @@ def plan_traffic(run: Run) -> dict[str, Phase]:
         phases[f"score {role.name}"] = phase = Phase()
         if role.is_sharded:
             phase.gather_weights(run, role, scoring_passes(run))
-        elif role.params_on_cpu:  # nothing comes back
+        elif role.params_on_cpu:  # nothing is copied back
             phase.host_bytes = float(run.num_bytes * role.model.num_params)
     num_updates = run.args.ppo_epochs * run.num_samples / run.sequences_per_update
     trained = [role for role in run.roles if role.spec.is_trained]
@@ -94,7 +95,7 @@ def plan_update(run: Run, role: Role, times: float) -> Phase:
         phase.gather(run, run.num_ranks, 2 * gradients * reductions)
         if role.zero.stage:
             phase.gather(run, run.num_ranks, gradients * times)
-    if role.zero.offload_optimizer:  # gradients there, weights back
+    if role.zero.offload_optimizer:  # gradients to the CPU, weights back
         phase.host_bytes += 2 * gradients * times / (run.num_ranks if role.zero.stage else 1)
     return phase
 
@@ -112,7 +113,7 @@ def gathers_of_pass(role: Role) -> float:
     matrices = {name: p.numel() for name, p in role.model.module.named_parameters() if p.dim() > 1}
     thrice = 0
     for names in group_by_layers(list(matrices), 1):
-        behind = 0  # of its layer
+        behind = 0  # elements of its layer's later weights
         for name in reversed(names):
             thrice += matrices[name] if 2 * behind > distance else 0
             behind += matrices[name]
@@ -120,7 +121,7 @@ def gathers_of_pass(role: Role) -> float:
 
 
 def plan_switch(run: Run) -> Phase:
-    """Phase of entering generation, once a step."""
+    """Phase of entering generation, once per step."""
     phase = Phase()
     if run.args.offload_states_for_generation:
         moved = sum(
@@ -143,7 +144,7 @@ def plan_switch(run: Run) -> Phase:
 
 def plan_generation(run: Run) -> Phase:
     """Phase of reading all prompts and all token steps of a replica, every response at full length: its first
-    token is sampled from the prompt's logits, its last one is not read.
+    token is sampled from the prompt's logits, its last one is not processed.
     """
     phase = Phase()
     args = run.args
@@ -156,7 +157,7 @@ def plan_generation(run: Run) -> Phase:
         readings = math.ceil(num_prompts * args.max_prompt_seq_len / PREFILL_TOKENS)
         passes = max(readings, rounds) + rounds * (args.max_answer_seq_len - 1)
         phase.gather_weights(run, run.actor, passes * args.generation_batches)
-    sums = 2 * (2 * model.num_layers + 1) * model.hidden_size  # of a token: all-reduces
+    sums = 2 * (2 * model.num_layers + 1) * model.hidden_size  # per token, by all-reduces
     num_sampled_from = num_prompts + num_samples * (args.max_answer_seq_len - 1)
     num_read = num_sampled_from + num_prompts * (args.max_prompt_seq_len - 1)
     num_bytes = (num_read * sums + num_sampled_from * model.head.weight.shape[0]) * run.num_bytes

@@ -1,6 +1,7 @@
-"""Chat templates: the tokenizer's own as a template for rows; templates by name.
+"""Chat templates: rows in the form of the tokenizer's own chat template; templates by name.
 
-A row is cut out of the text that the template renders for its conversation, as other programs render it.
+A row's segments are cut out of the text that the template renders for the whole conversation, which is the
+text that other programs render.
 """
 
 import json
@@ -21,8 +22,8 @@ from common.data.dialogue import (
 )
 from common.data.example import BadRow, Message, RewritesPast, Turn
 
-GAP = " ... "  # in place of the middle that a question has lost
-BORDER_TOKENS = 4  # that may come out otherwise at the sides of a gap
+GAP = " ... "  # replaces the middle of a shortened question
+BORDER_TOKENS = 4  # tokens next to a gap that may change
 
 
 class OtherEndOfTurn(ValueError):
@@ -54,7 +55,7 @@ class ChatTemplate(Template):
             )
         self._form = json.dumps(["whole", tokenizer.chat_template, variables])
         self._variables = _read_variables(variables)
-        self._thought_key = ""  # of a turn's reasoning
+        self._thought_key = ""  # key of a turn's reasoning
         question, reply = EXCHANGE
         shown = self._render(EXCHANGE)
         if question.content not in shown or reply.content not in shown:
@@ -69,13 +70,13 @@ class ChatTemplate(Template):
         _, *self.closing_ids = self._fast.encode(self.eot_token + closing, add_special_tokens=False).ids
         for key in ("reasoning", "thinking", "reasoning_content"):
             thinks = reply._replace(extras=json.dumps({key: "probe thought"}))
-            with suppress(BadRow):  # a template may refuse the name
+            with suppress(BadRow):  # a template may reject the key
                 if "probe thought" in self._render([question, thinks]):
                     self._thought_key = key
 
     def _check_end(self, end: str) -> None:
-        """Raise if a reply is followed by a token other than EOS, or by none although one begins the next
-        turn.
+        """Raise if a reply is followed by a token other than EOS, or by none although a token starts the
+        next turn.
         """
         if end.strip().startswith(self.eot_token):
             return
@@ -96,13 +97,13 @@ class ChatTemplate(Template):
 
     @property
     def chat_template(self) -> Any:
-        """See `Template.chat_template`; variables that a caller leaves out have their values of training."""
+        """See `Template.chat_template`; variables default to their values in training."""
         defaults = "".join(
             f"{{%- if {name} is not defined -%}}{{%- set {name} = {json.dumps(value)} -%}}{{%- endif -%}}"
             for name, value in self._variables.items()
         )
         template = self.tokenizer.chat_template
-        if isinstance(template, dict):  # by name: one for dialogues with tools
+        if isinstance(template, dict):  # templates by name, such as one for tools
             return {name: defaults + text for name, text in template.items()}
         return defaults + template
 
@@ -125,9 +126,7 @@ class ChatTemplate(Template):
         return pieces
 
     def _ask(self, prompt: Sequence[Message], tools: str) -> str:
-        """The text with which the template asks for a reply. Raises BadRow if it leaves a part of the row
-        out.
-        """
+        """The text of a prompt, with the generation prompt. Raises BadRow if it lacks a part of the row."""
         text = self._render(prompt, tools, add_generation_prompt=True)
         names = [tool_name(tool) for tool in json.loads(tools or "[]")]
         names += [name for message in prompt for name in called_tools(message)]
@@ -169,7 +168,7 @@ class ChatTemplate(Template):
         return asked, text
 
     def _cure(self, conversation: Sequence[Message], shown: str) -> str:
-        """A cure with which the template's generation prompt agrees with how it renders the reply."""
+        """A cure, for a message, that makes the generation prompt agree with the rendered reply."""
         *prompt, reply = conversation
         for name in ("enable_thinking", "thinking"):
             if shown.startswith(self._render(prompt, add_generation_prompt=True, **{name: False})):
@@ -216,11 +215,11 @@ class ChatTemplate(Template):
                 tokenize=False,
                 **self._variables | variables,
             )
-        except Exception as error:  # the program of a template may raise anything
+        except Exception as error:  # a template may raise any exception
             raise BadRow(f"the chat template rejects this dialogue: {error}") from error
 
     def _turn(self, message: Message) -> dict[str, Any]:
-        """A message as the template reads it: a turn of a row unchanged, other texts stripped."""
+        """A message as the template expects it: a turn of a row unchanged, other texts stripped."""
         content = self._without_eot(message.content) if message.role == "assistant" else message.content
         is_to_the_letter = isinstance(message, Turn)
         turn = message.as_dict() | {"content": content if is_to_the_letter else content.strip()}

@@ -17,8 +17,8 @@ from common.data.raw_rows import RawRows, canonical
 from common.data.registry import NoTokenizer, RawSource, load_source
 
 DEFAULT_CACHE = Path("~/.cache/triptych")
-NUM_READ = 200  # rows of each file that are read before the start; the rest is counted when the data is built
-NUM_PROBED = 20  # of them, looked at to find one that serves
+NUM_READ = 200  # rows of each file that are read before the start; all are counted when the data is built
+NUM_PROBED = 20  # first rows searched for a usable one
 KIND_NAMES = {1: "sft", 2: "pair", 3: "prompt"}
 
 
@@ -29,21 +29,19 @@ class DataOptions:
     data_path: list[str]
     stage: int  # 1 SFT, 2 reward model, 3 PPO
     data_split: str = "2,4,4"
-    sft_only_data_path: list[str] = field(default_factory=list)  # used whole, by step 1 only
-    max_tokens: int = 512  # of prompt and response; in step 3 of the prompt
+    sft_only_data_path: list[str] = field(default_factory=list)  # all rows are used, by step 1 only
+    max_tokens: int = 512  # limit of prompt and response; in step 3, of the prompt
     loss_on: str = "response"  # or "all"
-    eval_fraction: float = 0.05  # held out of a source that has no evaluation part
+    eval_fraction: float = 0.05  # held out from a source without evaluation rows
     seed: int = 1234
     max_bad_rows: int = 100
     max_pairs_per_prompt: int = 10
-    score_column: str = DEFAULT_SCORE_COLUMN  # orders prompt/response rows of one prompt
-    columns: str = ""  # the rows' names of the columns of a form: "prompt=question,response=answer"
+    score_column: str = DEFAULT_SCORE_COLUMN  # ranks prompt/response rows of the same prompt
+    columns: str = ""  # row columns by form column: "prompt=question,response=answer"
     cache_dir: str = ""  # empty: ~/.cache/triptych
-    num_stored_epochs: int = 16  # whose pairs are stored of a prompt with more than --max_pairs_per_prompt
-    is_unpaired: bool = False  # step 2 learns from rated answers, each by itself
-    is_scored: bool = (
-        False  # step 2 trains a reward model, which reads the whole text that a template renders
-    )
+    num_stored_epochs: int = 16  # epochs of stored pairs, for prompts above --max_pairs_per_prompt
+    is_unpaired: bool = False  # step 2 learns from single rated answers
+    is_scored: bool = False  # step 2 trains a reward model, which sees the whole rendered text
 
     @classmethod
     def of(cls, args: Any, stage: int, **changes: Any) -> Self:
@@ -131,7 +129,7 @@ def is_held_out(row: object, eval_fraction: float, seed: int) -> bool:
 
 def check_sources(options: DataOptions, tokenizer: Any = None) -> list[str]:
     """Problems of the options and of every source, each with its flag, value and cure, found before a model
-    is loaded and without tokenising. Without a tokenizer, a class that takes one is not checked.
+    is loaded and without tokenising. Without a tokenizer, a class that needs one is not checked.
 
     Only the first rows of a file are read. A hub data set is only checked offline: it must then be in the
     library's cache.
@@ -151,7 +149,7 @@ def check_sources(options: DataOptions, tokenizer: Any = None) -> list[str]:
         except (ValueError, OSError) as error:
             of_source = [str(error) if "--data_path" in str(error) else f"--data_path {path}: {error}"]
         problems += [problem.replace("--data_path", flag, 1) for problem in of_source]
-    if last_of_a_form:  # once, however many sources are wrong
+    if last_of_a_form:  # stated once, even if several sources are wrong
         forms = accepted_forms(options.stage, is_unpaired=options.is_unpaired)
         problems[last_of_a_form - 1] += f"; step {options.stage} reads {forms}; docs/data.md has other names"
     return problems

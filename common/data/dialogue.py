@@ -1,7 +1,7 @@
 """Dialogue templates: messages to text, text to token ids and response mask.
 
 One tokenisation of the whole text gives both: a token belongs to the response if its character offset does.
-Nothing is tokenised in parts, so tokens at borders are those that the model reads.
+Nothing is tokenised in parts, so tokens at borders are those of the whole text.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from common.data.example import BadRow, Message, Turn
 from common.data.tokenizer import adds_bos
 
 _JINJA = Path(__file__).with_name("human_assistant.jinja")
-BATCH_TEXTS = 64  # tokenised in one call
+BATCH_TEXTS = 64  # texts tokenised per call
 EXCHANGE = (Message("user", "probe question"), Message("assistant", "probe reply"))
 
 
@@ -44,18 +44,18 @@ class Template(ABC):
     """Text and tokens of a dialogue. Subclasses write the text: `_segments` and `_text_after_reply`."""
 
     name: str
-    _form = ""  # all that decides the text besides the name
+    _form = ""  # everything besides the name that determines the text
     keeps_headers = False  # role headers must not be cut: rows are shortened by turns, see `shorten`
-    is_to_the_letter = False  # a message keeps the white space around it
+    is_to_the_letter = False  # white space around a message is kept
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         """Keep a private copy of the tokenizer's fast core, whose offsets are not trimmed."""
         self.tokenizer = tokenizer
         self.eot_token: str = tokenizer.eos_token
         self.eot_id: int = tokenizer.eos_token_id
-        self.closing_ids: list[int] = []  # behind the end-of-turn token of a dialogue's last reply
+        self.closing_ids: list[int] = []  # after the end-of-turn token of a dialogue's last reply
         self.bos_id: int | None = tokenizer.bos_token_id if adds_bos(tokenizer) else None
-        # A byte-level post-processor trims spaces off the offsets, which would hide a token that straddles.
+        # A byte-level post-processor may trim spaces from offsets, which would hide a straddling token.
         self._fast = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._fast.post_processor = processors.ByteLevel(trim_offsets=False)
         self._fast.no_padding()
@@ -133,7 +133,7 @@ class Template(ABC):
 
     def tokenise_batch(self, rows: Sequence[Sequence[Segment]]) -> list[Tokenised]:
         """Ids and response masks of many rows, each from one tokenisation; bos is added at most once."""
-        # Offsets are a Python tuple for every token, so long documents must not come all at once.
+        # Offsets take one Python tuple per token: all documents at once would need too much memory.
         result: list[Tokenised] = []
         for start in range(0, len(rows), BATCH_TEXTS):
             some = rows[start : start + BATCH_TEXTS]
@@ -147,7 +147,7 @@ class Template(ABC):
         spans: list[tuple[int, int]] = encoding.offsets
         starts = [span[0] for span in spans]
         ends = list(accumulate(len(segment.text) for segment in segments))
-        borders = [bisect_left(starts, end) for end in ends]  # the first token behind each segment
+        borders = [bisect_left(starts, end) for end in ends]  # first token after each segment
         mask: list[bool] = []
         for segment, border in zip(segments, borders, strict=True):
             mask += [segment.is_response] * (border - len(mask))
@@ -243,7 +243,7 @@ class PlainTemplate(HumanAssistantTemplate):
         pieces = [Segment(prompt[0].content, False)]
         if reply is None:
             return pieces
-        self._response(reply)  # refuses a reply that it cannot show
+        self._response(reply)  # raises BadRow for a reply that the form cannot show
         return pieces + self.text_segments(reply.content)
 
     def _text_after_reply(self, messages: Sequence[Message]) -> str:

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 ROLES = ("system", "user", "assistant", "tool")
-# Reasons why a row does not serve a step.
+# Reasons why a row cannot be used in a step.
 MISSING = {
     1: "there is no answer to learn",
     2: "there is no pair of a chosen and a rejected answer; step 1 can use it by --sft_only_data_path",
     3: "there is no prompt",
 }
-LONGEST_REASON = 400  # characters: a row may hold anything, and a message must stay one
+LONGEST_REASON = 400  # characters; values of rows in a message may be arbitrarily long
 
 
 class BadRow(ValueError):
@@ -35,8 +35,8 @@ class Message(NamedTuple):
 
     role: str  # one of ROLES
     content: str
-    extras: str = ""  # JSON object of what else a chat template may show, such as tool_calls
-    is_learned: bool = True  # False: a turn of the assistant that is context alone
+    extras: str = ""  # JSON object of further keys for a chat template, such as tool_calls
+    is_learned: bool = True  # False: an assistant turn that is only context
 
     def as_dict(self) -> dict[str, Any]:
         """Role, content and extras, as chat templates, rows and servers represent them."""
@@ -66,16 +66,14 @@ class Example:
     prompt: tuple[Message, ...] = ()
     chosen: str | Message | None = None
     rejected: str | Message | None = None
-    tools: str = ""  # JSON list of the tools that the dialogue may use, for a chat template
+    tools: str = ""  # JSON list of available tools, for a chat template
     text: str | None = None  # a pretraining row: no prompt, no reply
     margin: float = 0.0  # how much better `chosen` is, for a loss with a margin
-    is_tie: bool = False  # both replies were rated alike: good for steps 1 and 3, no pair for step 2
-    learn_all_turns: bool = False  # step 1 learns the earlier assistant turns too
-    for_pairs_only: bool = False  # the answer is not the best one: step 2 alone uses it
-    is_rated: bool = False  # no pair: one answer, found good (`chosen`) or bad (`rejected`)
-    absence: BadRow | None = (
-        None  # the reason for a missing reply; an EmptyRow where its data set leaves it out
-    )
+    is_tie: bool = False  # equally rated replies: usable in steps 1 and 3, not a pair for step 2
+    learn_all_turns: bool = False  # step 1 also learns the earlier assistant turns
+    for_pairs_only: bool = False  # not the best answer of its prompt: used by step 2 only
+    is_rated: bool = False  # a single answer, rated good (`chosen`) or bad (`rejected`)
+    absence: BadRow | None = None  # reason for a missing reply; EmptyRow if the data set leaves it out
 
 
 def one_for_each_reply(example: Example) -> list[Example]:

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from common.data.micro_batches import TokenPlan, indexes_by_number
 from common.ranks import distributed
 
-WINDOW_BATCHES = 32  # global batches that are sorted by length together: enough for next to no padding
+WINDOW_BATCHES = 32  # global batches sorted by length together: enough for almost no padding
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Groups:
     """Rows with the same number, such as the pairs of a prompt; an epoch samples at most `max_rows` of each.
 
     Held as arrays with one entry per row: lists of objects would take ten times the memory. Groups are
-    numbered in the order of their first rows. All arrays are empty if each row is a group of its own.
+    numbered in the order of their first rows. All arrays are empty if no two rows share a number.
     """
 
     def __init__(self, numbers: Sequence[int] | np.ndarray = (), max_rows: int = 0) -> None:
@@ -56,7 +56,7 @@ class Groups:
         self.rows = self.group_of.argsort(kind="stable").astype(np.int32)  # (rows,), group by group
         self.sizes = np.bincount(self.group_of)  # (groups,)
         self.starts = np.cumsum(self.sizes) - self.sizes  # (groups,): first index in `rows`
-        self.counts = np.minimum(self.sizes, max_rows or len(numbers))  # (groups,): rows of an epoch
+        self.counts = np.minimum(self.sizes, max_rows or len(numbers))  # (groups,): rows per epoch
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -105,7 +105,7 @@ class EpochOrder:
         self.longest = longest
         self.epoch_rows = int(self.groups.counts.sum()) or num_rows
         self._epoch = -1
-        self._rows = np.array([])  # of that epoch
+        self._rows = np.array([])  # rows of `_epoch`, in order
         if self.epoch_rows < self.global_rows:
             num_rows = f"{plan.rows_per_micro_batch} rows x {plan.accumulation} accumulation steps"
             raise ValueError(
@@ -127,7 +127,7 @@ class EpochOrder:
         return self._rows[step * self.global_rows :][: self.global_rows].tolist()
 
     def rows_until(self, num_steps: int) -> list[int]:
-        """Rows of the first steps in ascending order; all rows from one epoch on, unless epochs sample."""
+        """Rows of the first steps, ascending; all rows if they cover an epoch, unless epochs sample."""
         if num_steps >= len(self) and self.epoch_rows == self.num_rows:
             return list(range(self.num_rows))
         is_read = np.zeros(self.num_rows, dtype=bool)
@@ -207,14 +207,14 @@ def _ranges(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def keep_together(counts: np.ndarray, size: int) -> np.ndarray:
-    """An order of groups of rows, `counts` of each, in which few groups cross a multiple of `size`: next
-    comes the first group that still fits, or else the beginning of the first group of all. Positions of the
-    rows, end to end.
+    """An order of groups of rows, `counts` of each, in which few groups cross a multiple of `size`: the
+    next one is the first group that still fits, or else the start of the first group. Positions of the rows,
+    end to end.
     """
     if not (counts > 1).any():
         return np.arange(len(counts))
     firsts = np.cumsum(counts) - counts
-    # First rows of the groups by their number of rows; the next one stands last.
+    # First row of each waiting group, by the group's size; the next group is last.
     waiting = {n: array("q", firsts[counts == n][::-1].tobytes()) for n in np.unique(counts).tolist()}
     begins = array("q")
     takes = array("q")

@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 from common.data.raw_rows import RawRows, digest_files, extension_of, find_parts, read_files
 from common.ranks.failures import first_line
 
-# The first that there is: UltraFeedback has other splits besides its pairs, and a set that has a validation
-# split keeps its test split for other uses.
+# The first split present is used: UltraFeedback has other splits besides its pairs, and a data set with a
+# validation split keeps its test split for other uses.
 _TRAIN_SPLITS = ("train_prefs", "train")
 _EVAL_SPLITS = ("test_prefs", "validation", "valid", "dev", "eval", "test")
-_PARQUET_COPY = "refs/convert/parquet"  # the hub makes one of every data set that is a program
+_PARQUET_COPY = "refs/convert/parquet"  # the hub's copy of every data set with a loading script
 
 
 class HubPlace(NamedTuple):
-    """Location of a data set on the hub, if it is not the name alone."""
+    """Location of a data set on the hub, if its name is not enough."""
 
     name: str
     config: str | None = None
-    copied_config: str = ""  # folder of the hub's Parquet copy, for a set that is a program; "": its config's
+    copied_config: str = ""  # folder in the Parquet copy of a loading script; "": config or default
 
 
 HUB_PLACES = {
@@ -71,8 +71,8 @@ def is_offline() -> bool:
 def load_hub(name: str, config: str | None = None) -> tuple[RawRows, RawRows | None]:
     """Training and evaluation rows of a hub data set, by its own name or from its place in HUB_PLACES.
 
-    A set that is a program, which `datasets` no longer runs, is read from the hub's Parquet copy. Raises
-    ValueError, with the reason and the cure, if it cannot be loaded.
+    A data set with a loading script, which `datasets` no longer runs, is read from the hub's Parquet copy.
+    Raises ValueError, with the reason and the cure, if it cannot be loaded.
     """
     datasets = _quiet_datasets()
     place = HUB_PLACES.get(name, HubPlace(name))
@@ -82,7 +82,7 @@ def load_hub(name: str, config: str | None = None) -> tuple[RawRows, RawRows | N
             loaded = datasets.load_dataset(place.name, config)
         except ConnectionError:
             cached = Path(datasets.config.constants.HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}")
-            if snapshot_of(cached) == cached:  # `hf download` has not been there either
+            if snapshot_of(cached) == cached:  # not downloaded by `hf download` either
                 raise
             loaded = datasets.load_dataset(str(snapshot_of(cached)), config)
         except RuntimeError as error:
@@ -90,7 +90,7 @@ def load_hub(name: str, config: str | None = None) -> tuple[RawRows, RawRows | N
                 raise
             folder = place.copied_config or config or "default"
             loaded = datasets.load_dataset(place.name, data_dir=folder, revision=_PARQUET_COPY)
-    except Exception as error:  # the library's own, OSError, ValueError, requests' errors, ...
+    except Exception as error:  # error of `datasets`, OSError, ValueError, error of requests, ...
         cure = "check the name and the network, or give a local file or folder"
         raise _refusal(name, error, cure) from error
     return _parts(dict(loaded), name)
@@ -123,7 +123,7 @@ def load_local(
     datasets = _quiet_datasets()
     try:
         loaded = datasets.load_from_disk(folder) if is_saved else datasets.load_dataset(str(folder), config)
-    except Exception as error:  # the library's own, pyarrow's, json's
+    except Exception as error:  # error of `datasets`, pyarrow or json
         raise _refusal(str(path), error, "name a file in it") from error
     return _parts(dict(loaded) if hasattr(loaded, "keys") else {"train": loaded}, str(path))
 

@@ -13,10 +13,11 @@ import numpy as np
 
 from common.ranks import distributed
 
-# The cost of a pass besides its tokens (launches, hooks), in tokens: so much padding is cheaper than another
-# pass. From 64 to 256 bench_train.py's rates are alike on a CPU; 16 and 512 are slower.
+# Fixed cost of a pass (launches, hooks) in tokens: this much padding is cheaper than another pass. On a CPU,
+# bench_train.py measures similar rates for 64 to 256; 16 and 512 are slower.
 OVERHEAD_TOKENS = 64
-# Larger passes are no faster on a CPU (bench_train.py: 1,024 to 16,384 tokens are alike), and take memory.
+# Larger passes take more memory and are no faster on a CPU (bench_train.py: similar rates for 1,024 to
+# 16,384 tokens).
 CPU_PASS_TOKENS = 2048
 
 
@@ -27,9 +28,9 @@ class TokenPlan:
     row_lengths: np.ndarray  # (rows, sequences) int32
     max_tokens: int
     is_packed: bool = False
-    # Packed, the common prefix of a row's sequences is computed once; its length (rows,) int32, or empty.
+    # Length of the common prefix of a row's sequences, computed once if packed: (rows,) int32, or empty.
     shared_lengths: np.ndarray | Sequence[int] = ()
-    # Packed, rows with the same number stay together, for they begin alike; (rows,) int32, or empty.
+    # Group of each row; packed rows of a group share a prefix and stay together: (rows,) int32, or empty.
     groups: np.ndarray | Sequence[int] = ()
 
     def check_longest(self) -> None:
@@ -70,8 +71,8 @@ def plan_micro_batches(
     Packed micro-batches are as few as first-fit decreasing makes them, then balanced; padded ones have items
     of adjacent lengths with at most OVERHEAD_TOKENS of padding. (Cuts by dynamic programming are at most 1.4
     % faster, and no faster on average over chat, pair and rollout lengths.) The j-th micro-batches of the
-    ranks have similar costs, because ranks wait for one another. The most expensive come first: what does not
-    fit into memory fails in the first pass.
+    ranks have similar costs, because ranks wait for one another. The most expensive come first, so that
+    running out of memory shows in the first pass.
 
     Raises ValueError if a single item is above `max_tokens`, or there are fewer items than the ranks need.
     """
@@ -172,7 +173,7 @@ def _fill(costs: list[int], max_tokens: int, num_ranks: int) -> list[list[int]]:
 def _balance(order: list[int], costs: list[int], num_bins: int) -> list[list[int]]:
     """Put each item into the bin with the smallest sum (longest processing time first); none stays empty."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    # The number of items comes second, so that items of cost 0 go to empty bins first.
+    # The number of items is the second key, so that items of cost 0 go to empty bins first.
     heap = [(0, 0, i) for i in range(num_bins)]
     for item in order:
         total, num_items, i = heap[0]

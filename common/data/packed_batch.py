@@ -15,17 +15,17 @@ from typing import Any
 import torch
 
 Rows = Sequence[dict[str, Any]]
-ROW_IDS = "row_ids"  # the key of texts that name the row of data an item was made of
+ROW_IDS = "row_ids"  # key of the texts that name each item's source row
 
 
-@dataclass(frozen=True, eq=False)  # eq compares tensors as if they were booleans, and fails
+@dataclass(frozen=True, eq=False)  # a generated __eq__ would raise: it takes the truth value of tensors
 class PackedBatch:
     """B items, each with one sequence of every key; a number is a sequence of length 1.
 
     `lengths` stay on the CPU wherever the data are. Results of methods may share memory with the batch.
     """
 
-    ids: tuple[Hashable, ...]  # (B,), no two alike
+    ids: tuple[Hashable, ...]  # (B,), unique
     data: dict[str, torch.Tensor]  # key -> (total, ...)
     lengths: dict[str, torch.Tensor]  # key -> (B,) int64
 
@@ -46,7 +46,7 @@ class PackedBatch:
     def concat(cls, parts: Sequence["PackedBatch"]) -> "PackedBatch":
         """Batches end to end, in order.
 
-        Asserts that there is one, that keys and their dtypes are the same, and that no id occurs twice.
+        Asserts that there is at least one, that keys and their dtypes are equal, and that no id occurs twice.
         """
         assert parts, "no batches to put end to end"
         keys = list(parts[0].data)
@@ -162,7 +162,7 @@ def to_device(tensors: Sequence[torch.Tensor], device: torch.device | str) -> li
     """
     if torch.device(device).type != "cuda" or any(tensor.is_cuda for tensor in tensors):
         return [tensor.to(device) for tensor in tensors]
-    order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())  # so each stands aligned
+    order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())  # keeps all aligned
     parts = [tensors[i].contiguous().flatten().view(torch.uint8) for i in order]
     block = torch.cat(parts).pin_memory().to(device, non_blocking=True)
     moved = dict(zip(order, block.split([len(part) for part in parts]), strict=True))
@@ -240,7 +240,7 @@ def collate_sft(rows: Rows) -> PackedBatch:
     """
     input_ids, lengths = pack_rows([row["input_ids"] for row in rows])
     loss_mask = torch.tensor([is_target for row in rows for is_target in row["loss_mask"]], dtype=torch.bool)
-    loss_mask &= token_positions(lengths) > 0  # nothing stands before a first token
+    loss_mask &= token_positions(lengths) > 0  # nothing predicts a first token
     batch = PackedBatch(_unique_ids(rows), {"input_ids": input_ids}, {"input_ids": lengths})
     if "conversation" in rows[0]:
         batch = batch.with_numbers("conversation", torch.tensor([row["conversation"] for row in rows]))
@@ -258,8 +258,8 @@ def collate_pairs(rows: Rows) -> PackedBatch:
 
     chosen_ids, rejected_ids int64; numbers chosen_response_start, rejected_response_start int64 (a response
     is [response_start, length): its end is never searched for) and margin fp32; `reference_logprobs` (2,)
-    fp32 of rows that have them; weight fp32, by default 1. Or answer_ids, mismatched_ids and so on, and label
-    int64.
+    fp32 of rows that have them; weight fp32, by default 1. For kto: answer_ids, mismatched_ids and so on, and
+    label int64.
     """
     starts = [key for key in rows[0] if key.endswith("_response_start")]
     keys = [key.replace("_response_start", "_ids") for key in starts] + ["reference_logprobs"]

@@ -28,7 +28,7 @@ from torch.utils.data import ConcatDataset
 
 from common.data.example import BadRow
 
-csv.field_size_limit(2**31 - 1)  # a reply may be longer than the csv module's 128 KiB
+csv.field_size_limit(2**31 - 1)  # replies may exceed the csv module's 128 KiB
 
 EXTENSIONS = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".csv", ".parquet", ".arrow")
 BOM = codecs.BOM_UTF8
@@ -61,7 +61,7 @@ class RawRows:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Row `index`. Raises BadRow if it is not a row."""
+        """Row `index`. Raises BadRow if it is not a dict."""
         row = self._read(self._rows[index]) if self._read else self._rows[index]
         if not isinstance(row, dict):
             raise BadRow(f"the row is of type {type(row).__name__}, not an object with named columns")
@@ -102,7 +102,7 @@ def canonical(row: Any) -> bytes:
 def parse_json_row(data: bytes) -> Any:
     """Value of a line of JSON. Raises BadRow."""
     try:
-        return json.loads(data.decode())  # bytes would be taken for UTF-16 or 32 where they look like it
+        return json.loads(data.decode())  # json.loads would guess the encoding of bytes, such as UTF-16
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
         raise BadRow(f"the line is not JSON ({error})") from error
 
@@ -206,7 +206,7 @@ def find_parts(path: Path) -> tuple[list[Path], list[Path]]:
             )
         return [path], []
     content = sorted(path.iterdir())
-    # Files called train-00.jsonl, train.json, my-data-train.csv, ...
+    # Matches train-00.jsonl, train.json, my-data-train.csv, ...
     words = {
         p: set(re.split(r"[-_. ]|\d+", p.name.lower())) for p in content if p.is_file() and extension_of(p)
     }
@@ -267,7 +267,7 @@ def rows_of_text(path: Path, max_rows: int | None = None) -> RawRows:
     if values is not None:
         file = tempfile.TemporaryFile()  # noqa: SIM115  (it lives as long as its rows)
         spans = _write_lines(values, file)
-    # (rows, 3): where a row begins in the file, its bytes, its line in the user's file
+    # (rows, 3): start of a row in `file`, its number of bytes, its line in the user's file
     table = np.fromiter(islice(spans, max_rows), np.dtype((np.int64, 3)))
 
     def read(span: np.ndarray) -> Any:
@@ -313,7 +313,7 @@ def _write_lines(values: Iterable[tuple[int, Any]], file: BinaryIO) -> Iterator[
 
 
 def _json_list(file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]] | None:
-    """The numbered items of a JSON list, which is read whole; None where the file has lines."""
+    """The numbered items of a JSON list, which is parsed at once; None if the file has JSON lines."""
     start = file.tell()
     is_list = file.read(4096).lstrip().startswith(b"[")
     file.seek(start)
@@ -326,7 +326,7 @@ def _json_list(file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]] | None:
 
 
 def _csv_records(file: BinaryIO, path: Path) -> Iterator[tuple[int, list[str]]]:
-    """The fields of each record, which may be of several lines, with the number of its first line."""
+    """The fields of each record, which may span several lines, with the number of its first line."""
     reader = csv.reader(io.TextIOWrapper(file, "utf-8", newline=""), strict=True)
     line = 1
     try:

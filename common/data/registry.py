@@ -31,13 +31,13 @@ _ARGUMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
 class NoTokenizer(ValueError):
-    """A class takes a tokenizer, and the caller has none."""
+    """A data set class needs a tokenizer, which the caller does not have."""
 
 
 class RawSource:
     """One entry of `--data_path`; its rows are read at the first access."""
 
-    is_whole = False  # a step uses all rows, not its share: of --sft_only_data_path
+    is_whole = False  # a step uses all rows, not its share: True for --sft_only_data_path
 
     def __init__(self, name: str, adapter: Adapter) -> None:
         self.name = name
@@ -103,7 +103,7 @@ def load_source(
     with the methods of DeepSpeed-Chat's, or one with a length and an index. `score_column` orders the
     responses to a prompt if each has scores. `max_rows`: only the first rows of each file are read.
     `own_names` are those of --columns. `offered` are `seed` and `tokenizer`, for a constructor that has them.
-    Raises ValueError if it is none of them, with the nearest registered name.
+    Raises ValueError for any other entry, with the nearest registered name.
     """
     adapter = _find_adapter(source, offered)
     if own_names and (adapter.own_names or not isinstance(adapter, AnyForm)):
@@ -125,7 +125,7 @@ def _find_adapter(source: str, offered: dict[str, Any]) -> Adapter:
     class_path = _CLASS_PATH.fullmatch(source)
     if class_path and not path.exists():
         return _own_adapter(source, *class_path.groups(default=""), offered)
-    # A folder called OWNER/NAME is a copy of that data set; one called like a set without an owner is not.
+    # A folder OWNER/NAME is a copy of that data set; a registered name without a slash is never a folder.
     is_local = path.exists() and ("/" in source or source not in ADAPTERS)
     name = source if source in ADAPTERS or not is_local else "/".join(path.resolve().parts[-2:])
     is_file_name = extension_of(path) is not None or source.startswith(".")
@@ -169,7 +169,7 @@ def _own_adapter(
 def _read_arguments(source: str, text: str) -> tuple[str, dict[str, Any]]:
     """NAME, or named arguments, from the text after `module:Class:`; the other one is empty.
 
-    Arguments are ARGUMENT=VALUE,ARGUMENT=VALUE, where a value is JSON or else text, or a JSON object. Raises
+    Arguments are ARGUMENT=VALUE,ARGUMENT=VALUE (values are JSON, or else text) or a JSON object. Raises
     ValueError for anything else.
     """
     if Path(text).exists() or not (text.startswith("{") or _ARGUMENT.match(text)):
@@ -195,7 +195,7 @@ def _value_of(text: str) -> Any:
     """The value of a JSON text; any other text unchanged."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):  # no JSON, or too deep a list
+    except (ValueError, RecursionError):  # not JSON, or nested too deeply
         return text
 
 
@@ -210,7 +210,7 @@ def _build_adapter(
     """The adapter of the data set `name`, whose rows are in `local` if there is such a file or folder."""
     is_adapter = issubclass(kind, Adapter)
     is_ported = hasattr(kind, "get_prompt") and not is_adapter
-    wanted = {"tokenizer"} if is_ported else {"seed", "tokenizer"}  # a ported class has its SEED
+    wanted = {"tokenizer"} if is_ported else {"seed", "tokenizer"}  # PortedClass sets SEED itself
     taken = {key: offered.get(key) for key in sorted(wanted & parameters_of(kind))} | arguments
     if taken.get("tokenizer", "") is None:
         raise NoTokenizer(f"--data_path {source}: {kind.__name__} takes a tokenizer, but there is none")

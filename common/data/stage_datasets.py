@@ -26,8 +26,8 @@ from common.data.token_cache import DataReport, TokenTable, TokenWriter, build_c
 from common.ranks import watchdog
 
 TELL_SECONDS = 5.0
-NUM_SHOWN = 400  # characters of a row that is shown
-NOT_IN_KEY = ("data_path", "sft_only_data_path", "max_bad_rows", "cache_dir")  # they decide no tokens
+NUM_SHOWN = 400  # characters shown of a row
+NOT_IN_KEY = ("data_path", "sft_only_data_path", "max_bad_rows", "cache_dir")  # without effect on the tokens
 CHUNK_ROWS = 1024  # rows tokenised together and written as one chunk
 
 
@@ -79,7 +79,7 @@ def preview_rows(options: DataOptions, template: Template) -> list[str]:
         if source.needs_hub and not is_offline():
             lines.append(f"{name} is on the hub: its rows are read at the start")
             continue
-        source.is_whole = True  # the shares of the steps are drawn from all rows
+        source.is_whole = True  # only the first rows are read here, and shares are sampled from all rows
         report = DataReport(options.kind)
         items = [item for item, _ in _items(source, options, report, count())]
         rows = RowBuilder(template, options, report).build(items)
@@ -157,7 +157,7 @@ def _items(
         for index, (row, examples) in report.read(rows, indexes, read, options.max_bad_rows):
             row_id = rows.row_id(index, row)
             fields = build_row_fields(row) if stage == 3 else "{}"
-            # Many rows may have one prompt: step 3 must not train on those that it is evaluated by.
+            # Several rows may have the same prompt: step 3 must not train on its evaluation prompts.
             contents = [_said(e.prompt) for e in examples] if stage == 3 else [row] * len(examples)
             is_eval = [
                 rows is source.eval
@@ -195,7 +195,7 @@ def _usable(examples: Sequence[Example], options: DataOptions, report: DataRepor
     if options.is_unpaired:
         return unpair(usable)
     kept: dict[object, Example] = {}
-    for example in usable:  # those that would give the same row of this step once
+    for example in usable:  # keep one of the Examples that give the same row of this step
         answers = {1: (example.chosen, example.text), 2: (example.chosen, example.rejected), 3: ()}[stage]
         kept.setdefault((example.prompt, example.tools, answers), example)
     return list(kept.values())
@@ -227,7 +227,7 @@ def _draw(
     """
     max_pairs = options.max_pairs_per_prompt
     num_stored = max_pairs * (1 if for_once else options.num_stored_epochs)
-    # random.Random's `sample` may change between Pythons; an order by hash does not.
+    # random.Random.sample may change between Python versions; an order by hash does not.
     order = sorted(range(len(examples)), key=lambda i: hashlib.sha256(f"{key} {i}".encode()).digest())
     by_prompt: dict[object, list[int]] = {}
     for i in order:

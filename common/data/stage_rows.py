@@ -16,12 +16,12 @@ from common.data.dialogue import Segment, Template, Tokenised, response_start, t
 from common.data.example import BadRow, Example, RewritesPast, one_for_each_reply
 from common.data.token_cache import DataReport
 
-MAX_FIELD_CHARACTERS = 4096  # of one field's JSON: answers and labels pass, whole documents do not
-# An Example has them already.
+MAX_FIELD_CHARACTERS = 4096  # limit of a field's JSON: enough for answers and labels, not documents
+# Columns that the Example already contains.
 CARRIED_COLUMNS = {"prompt", "chosen", "rejected", "messages", "conversations", TREE}
-_AS_JSON = TypeAdapter(Any)  # NaN and infinity are null
+_AS_JSON = TypeAdapter(Any)  # writes NaN and infinity as null
 
-# Columns of each kind of rows: see token_cache.COLUMN_TYPES.
+# Columns of each kind of row, with types of token_cache.COLUMN_TYPES.
 COLUMNS = {
     "sft": {"input_ids": "ids", "loss_mask": "mask", "conversation": "int", "row_id": "text"},
     "pair": {
@@ -50,8 +50,8 @@ class Item(NamedTuple):
     example: Example
     row_id: str
     location: str
-    prompt_index: int = 0  # the same of all pairs of a prompt, and of all rows of a conversation
-    fields: str = "{}"  # the raw row's other columns as JSON, where the step's rows have them
+    prompt_index: int = 0  # shared by all pairs of a prompt, or all rows of a conversation
+    fields: str = "{}"  # the raw row's other columns as JSON, if the step's rows have them
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,12 @@ class RowBuilder:
         """Rows of Examples, tokenised together.
 
         sft: input_ids, loss_mask (True = a target; never the first token, which nothing predicts),
-            conversation: the same of all rows of one, which has several where the template rewrites earlier
-            turns: one for each reply.
-        pair: chosen_ids and rejected_ids after the same context, where their responses start, margin,
-            prompt_index (the same of all pairs of a prompt). A pair whose answers are alike teaches nothing
-            and is skipped.
-        rated: answer_ids, where the response starts, label (1 good, 0 bad).
-        prompt: prompt_ids (the last of them), the prompt's whole text and messages, the raw row's fields.
+            conversation: its number; it has several rows, one per reply, if the template rewrites earlier
+            turns.
+        pair: chosen_ids and rejected_ids after the same context, the starts of their responses, margin,
+            prompt_index (the same of all pairs of a prompt). A pair with identical answers is skipped.
+        rated: answer_ids, the start of the response, label (1 good, 0 bad).
+        prompt: prompt_ids (truncated on the left), the prompt's full text and messages, the row's fields.
         All have a row_id.
         """
         make_row = {
@@ -182,13 +181,13 @@ class RowBuilder:
         return [(item, self._shorten(item.example, list(row))) for item, row in zip(kept, rows, strict=True)]
 
     def _shorten(self, example: Example, rows: list[Tokenised]) -> list[Tokenised]:
-        """The texts; if headers must stay, those after a prompt that leaves room for the response."""
+        """The tokenised texts; if too long and headers must stay, whole turns of the prompt are dropped."""
         max_tokens = self._max_tokens
         is_short = max(len(row.input_ids) for row in rows) <= max_tokens
         if is_short or not example.prompt or not self.template.keeps_headers:
             return rows
         room = max(max_tokens - max(map(_response_length, rows)), self._least_context())
-        with suppress(BadRow):  # a template that refuses the rest: the row is cut on its left
+        with suppress(BadRow):  # the template rejects the shorter prompt: truncate the row on its left
             prompt = self.template.shorten(example.prompt, room, example.tools)
             shorter = replace(example, prompt=prompt)
             rows = self.template.tokenise_batch(self._texts(shorter))
@@ -241,7 +240,7 @@ def build_row_fields(row: Mapping[str, Any]) -> str:
     parts = []
     columns = {name: value for name, value in row.items() if name not in CARRIED_COLUMNS}
     for name, value in columns.items():
-        with suppress(ValueError):  # neither a type nor a text (half of a surrogate pair) that JSON can hold
+        with suppress(ValueError):  # a type or text (half of a surrogate pair) that JSON cannot represent
             text = _AS_JSON.dump_json(value, fallback=_to_list).decode()
             if len(text) <= MAX_FIELD_CHARACTERS:
                 parts.append(f"{_AS_JSON.dump_json(name).decode()}:{text}")

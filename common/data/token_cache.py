@@ -23,9 +23,9 @@ from common.data.example import BadRow, EmptyRow
 from common.data.raw_rows import RawRows
 from common.ranks.distributed import make_on_first_rank
 
-FORMAT_VERSION = 5  # raise it when the same key would mean other rows
+FORMAT_VERSION = 5  # increase it when the same key would give different rows
 REPORT_NAME = "report.json"
-NUM_NAMED = 5  # bad rows named in a message
+NUM_NAMED = 5  # bad rows listed in a message
 
 COLUMN_TYPES = {
     "ids": pa.list_(pa.int32()),
@@ -104,7 +104,7 @@ def _value(scalar: pa.Scalar) -> Any:
 
 
 def build_once(folder: Path, write: Callable[[Path], "DataReport"]) -> bool:
-    """Fill `folder` with `write(temporary folder)` and its report, unless it exists; True if this call did.
+    """Fill `folder` with `write(temporary folder)` and its report, unless it exists; True if filled now.
 
     The folder appears complete or not at all; of two concurrent builds one wins and the other uses its
     result. Raises ValueError if it cannot be written.
@@ -119,7 +119,7 @@ def build_once(folder: Path, write: Callable[[Path], "DataReport"]) -> bool:
         os.rename(temporary, folder)
         return True
     except OSError as error:
-        if (folder / REPORT_NAME).is_file():  # the other one was first
+        if (folder / REPORT_NAME).is_file():  # a concurrent build finished first
             return False
         raise ValueError(
             f"--data_output_path {folder.parent}: the token cache cannot be written there ({error}); "
@@ -138,8 +138,8 @@ def build_cached(
     """Folder of a token cache, and its report: rank 0 writes it, unless it exists, and the others wait.
 
     `plan()` returns everything that determines the tokens, and a function that writes them into a folder.
-    Every rank must call this. Raises ValueError as `build_once` does, or for too many bad rows, also in a
-    more tolerant run's cache.
+    Every rank must call this. Raises ValueError as `build_once` does, or for too many bad rows, also if a
+    more tolerant run wrote the cache.
     """
     was_built: list[bool] = []
 
@@ -189,7 +189,7 @@ class DataReport:
     num_split: int = _count("conversations are one row a reply: the chat template rewrites earlier turns")
     num_tokens: int = 0
     bad_rows: list[str] = field(default_factory=list)  # "file:line: reason", the first few
-    notes: list[str] = field(default_factory=list)  # of adapters: how the rows were read
+    notes: list[str] = field(default_factory=list)  # notes of adapters on how the rows were read
     cache_folder: str = ""
     from_cache: bool = False
 

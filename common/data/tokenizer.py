@@ -25,7 +25,7 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(
             name_or_path, use_fast=True, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # transformers raises OSError, KeyError, TypeError, ... by what is missing
+    except Exception as error:  # OSError, KeyError, TypeError, ..., depending on what is missing
         raise ValueError(
             f"{flag} {name_or_path}: no tokenizer could be loaded ({first_line(error)}); "
             "give a folder that holds tokenizer.json, or a hub name that can be reached"

@@ -35,30 +35,30 @@ from common.models.transformers_internals import (
 from common.ranks import distributed
 from common.ranks.deepspeed_internals import require_version
 
-# Whether the pass that runs has sequences end to end; None: it is none of ours.
+# Whether the running pass is packed; None: the pass is not ours.
 IS_PACKED: ContextVar[bool | None] = ContextVar("IS_PACKED", default=None)
 VARLEN_ATTENTION = "triptych_varlen"
 FLASH_ATTENTION = "flash_attention_2"
 KERNELS = (VARLEN_ATTENTION, FLASH_ATTENTION)
 KERNELS_FROM = (8, 0)  # compute capability of Ampere
-ATTENDS = {"full_attention", "sliding_attention"}  # kinds of layers without a state
-# What families call attention's projections that are no keys' or values': of queries alone, and behind it.
+ATTENDS = {"full_attention", "sliding_attention"}  # layer types without a recurrent state
+# Names of attention's output projections, and of query projections that are not fused with keys or values.
 PROJECTIONS = {"q_proj", "o_proj", "out_proj", "dense", "c_proj", "Wo"}
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the segments of one row begin, and which keys each attends to. `read` are the slots whose last
-    hidden states are used, each once: the last layer need not compute the others.
+    """Boundaries of the segments of one row, and the keys that each attends to. `read` are the slots whose
+    last hidden states are used, each once: the last layer need not compute the others.
     """
 
-    lengths: list[int]  # (P,) tokens of each piece
-    key_lengths: list[int]  # (P,) tokens that its last token sees, itself among them
+    lengths: list[int]  # (P,) tokens of each segment
+    key_lengths: list[int]  # (P,) keys that its last token attends to, itself included
     starts: torch.Tensor  # (P + 1,) int32
-    key_starts: torch.Tensor  # (P + 1,) int32, in the keys
-    key_slots: torch.Tensor | None = None  # (keys,) int64; None: each piece sees itself alone
+    key_starts: torch.Tensor  # (P + 1,) int32, into the keys
+    key_slots: torch.Tensor | None = None  # (keys,) int64; None: each segment attends only to itself
     read: torch.Tensor | None = None  # None: all
-    masks: dict[Any, torch.Tensor | None] = field(default_factory=dict)  # by lengths and window
+    masks: dict[Any, torch.Tensor | None] = field(default_factory=dict)  # by lengths, window and dtype
 
     def keys_of(self, states: torch.Tensor) -> torch.Tensor:
         """Keys or values (1, H, keys, D) for states (1, H, total, D)."""
@@ -91,7 +91,7 @@ class Packing:
             return self.masks[name]
         rows_seen = torch.arange(length, device=self.starts.device) if rows is None else rows
         own = (rows_seen + key_length - length).unsqueeze(1)
-        back = own - torch.arange(key_length, device=own.device)  # how far behind the token a key lies
+        back = own - torch.arange(key_length, device=own.device)  # distance from key to token
         is_seen = (back >= 0) & (back < (window or key_length))
         mask = torch.zeros(is_seen.shape, dtype=dtype, device=own.device).masked_fill_(~is_seen, -torch.inf)
         if rows is None:
@@ -100,7 +100,7 @@ class Packing:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Which attention a model has
+# Choice of a model's attention
 # ---------------------------------------------------------------------------------------------------------
 
 
@@ -130,9 +130,9 @@ def _serves_flash(model_class: Any, config: Any) -> bool:
     config = config.get_text_config()
     return (
         takes_flash(model_class, FLASH_ATTENTION)
-        and not getattr(config, "alibi", False)  # Falcon's class says that it does, and raises
-        and "local" not in getattr(config, "attention_layers", ())  # GPT-Neo's windows are left out there
-        and not config.is_heterogeneous  # heads of 512 (Gemma 4), where 256 is the kernels' most
+        and not getattr(config, "alibi", False)  # Falcon's class claims support, but raises
+        and "local" not in getattr(config, "attention_layers", ())  # GPT-Neo's flash-attn ignores windows
+        and not config.is_heterogeneous  # Gemma 4 has heads of 512; the kernels' limit is 256
     )
 
 
@@ -159,9 +159,9 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
 
 def takes_packed(model: PreTrainedModel) -> bool:
     """Whether every layer of the model is passed the boundaries of sequences, so that rows can be packed."""
-    if not getattr(model, "packs_rows", True):  # measured: they do not make use of it
+    if not getattr(model, "packs_rows", True):  # as measured by family_probe.py
         return False
-    # Classes with an attention of their own are not told, nor are recurrent layers.
+    # Custom attention classes and recurrent layers do not receive the boundaries.
     if attention_of(model) not in KERNELS or not takes_any_attention(model):
         return False
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
@@ -217,7 +217,7 @@ def attend_packed(
             **options,
         )
         return output.unsqueeze(0), None
-    # Piece by piece, in a last layer that is narrowed only where it is read.
+    # Segment by segment; a narrowed last layer computes only the slots in `packing.read`.
     read = packing.read if narrowed_modules(module) else None
     rows = [None] * len(packing.lengths) if read is None else packing.rows_read
     counts = packing.lengths if read is None else list(map(len, rows))
@@ -263,8 +263,8 @@ _find_packed_sequences = masking_utils.find_packed_sequence_indices
 
 
 def _find_unknown_sequences(position_ids: torch.Tensor) -> torch.Tensor | None:
-    """None in our passes, which pass the boundaries themselves; transformers would read the positions, and
-    the host would wait for the device in each pass.
+    """None in our passes, which pass the boundaries themselves: if transformers searched the positions, the
+    host would wait for the device in each pass.
     """
     return _find_packed_sequences(position_ids) if IS_PACKED.get() is None else None
 
@@ -282,15 +282,15 @@ def install() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The last layer, where it is read
+# Last layer: only the slots that are used
 # ---------------------------------------------------------------------------------------------------------
 
 
 class Narrowing:
-    """Restricts the modules around the last layer's attention to the slots that are read; the others get
-    zeros.
+    """Restricts modules of the last layer to the slots in `Packing.read`; the others get zeros.
 
-    The attention reads the slots too, also when activations are recomputed.
+    On a CPU the attention itself is restricted too (see `attend_packed`). The same holds when activations are
+    recomputed.
     """
 
     def __init__(self, layer: nn.Module, attention: nn.Module, modules: list[nn.Module]) -> None:
@@ -324,7 +324,7 @@ class Narrowing:
 
 
 def narrowed_modules(attention: nn.Module) -> list[nn.Module]:
-    """Modules around an attention that compute only the slots that are read; empty for other modules."""
+    """Modules around an attention that compute only the slots in `Packing.read`; empty for other modules."""
     return attention.narrowing.modules if hasattr(attention, "narrowing") else []
 
 
@@ -337,7 +337,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def narrow_last_layer(model: PreTrainedModel) -> None:
-    """Restrict the last layer of packed passes, except its keys and values, to the slots that are read."""
+    """Restrict the last layer of packed passes, except its keys and values, to the slots that are used."""
     layers = decoder_layers(model)
     if not takes_packed(model) or not layers:
         return

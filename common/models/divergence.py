@@ -15,10 +15,10 @@ import torch.nn.functional as F
 
 from common.models.output_head import HeadGradients, LogitOptions, OutputHead, SummedOverTokens
 
-FORWARD_KL, REVERSE_KL = 0.0, 1.0  # as `beta`
-# Logits, log-probabilities and probabilities of both models, their mixture and the slope stand side by side.
-TENSORS_OF_A_CHUNK = 4  # times what the scores of one model need
-_LOWEST = -1e30  # in place of -inf: 0 * -inf would be NaN
+FORWARD_KL, REVERSE_KL = 0.0, 1.0  # values of `beta`
+# Logits, log-probabilities and probabilities of both models, their mixture and the slope exist at once.
+TENSORS_OF_A_CHUNK = 4  # relative to the scores of one model
+_LOWEST = -1e30  # replaces -inf: 0 * -inf would be NaN
 
 
 def divergence(
@@ -28,8 +28,8 @@ def divergence(
 
     student, teacher: log-probabilities (n, V), finite. With q the student's and p the teacher's distribution
     and m = beta p + (1 - beta) q it is beta KL(p || m) + (1 - beta) KL(q || m): GKD, arXiv:2306.13649. At
-    both ends, where that is 0, its limits by beta and by 1 - beta are used, as in TRL: KL(p || q) for
-    FORWARD_KL, KL(q || p) for REVERSE_KL.
+    beta 0 and 1, where this is 0, the limits of JSD / beta and JSD / (1 - beta) are used, as in TRL:
+    KL(p || q) for FORWARD_KL, KL(q || p) for REVERSE_KL.
     """
     q = student.exp()
     p = teacher.exp()
@@ -41,7 +41,7 @@ def divergence(
     else:
         mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
         share = 1 - beta
-    # What depends on q through m cancels out: d JSD / d q_j = (1 - beta) (log q_j - log m_j) + a constant.
+    # The terms through m cancel: d JSD / d q_j = (1 - beta) (log q_j - log m_j) + a constant.
     slope = share * (student - mixture)
     mean = (q * slope).sum(-1, keepdim=True)
     of_teacher = beta * (p * (teacher - mixture)).sum(-1)

@@ -27,7 +27,7 @@ from common.models.transformers_internals import class_for
 from common.models.value_model import ValueModel
 from common.ranks.failures import kind_and_line
 
-RELATIVE = 1e-4  # of the largest number: rounding stays below, what reads other tokens or weights above
+RELATIVE = 1e-4  # tolerance relative to the largest number: above rounding, below wrong tokens or weights
 LENGTHS = (5, 9)
 _HEAD = "its head is more than a matrix, or reads other states than those of the text"
 _PADDING = "its tokens attend to the padding after them"
@@ -62,7 +62,7 @@ def _measure(config: PreTrainedConfig, auto_class: Any, trusts_code: bool) -> Fa
         for owner in (model, model.config):
             set_dropout(owner, 0.0)
         plain = [plain_logits(model, row) for row in rows]
-    except Exception as error:  # the family's own code raises what it likes
+    except Exception as error:  # the family's own code may raise anything
         note = f"{name} could not be tried in small ({kind_and_line(error)}): its rows are padded, and what "
         return FamilyProbe(packs=False, note=f"{note}is computed with it was not compared with transformers")
     refusal = f"{name} cannot be used here: what is computed with {type(model).__name__} is not what its own "
@@ -138,7 +138,7 @@ def logprobs_of(logits: torch.Tensor, token_ids: Sequence[int] | torch.Tensor) -
 
 
 def difference(own: torch.Tensor, plain: torch.Tensor, largest: float) -> str:
-    """How far apart two tensors are as text; "" for rounding. NaN in either is a difference."""
+    """Largest difference of two tensors, as text; "" for rounding. NaN in either is a difference."""
     gap = float((own.double() - plain).abs().max())
     return "" if gap <= RELATIVE * max(largest, 1.0) else f"off by {gap:.2g}"
 

@@ -11,8 +11,8 @@ from transformers.utils import cached_file
 
 from common.models.saved_adapters import base_of
 
-SAMPLE_BYTES = 256  # at the beginning, middle and end of every tensor
-NUM_SAMPLES = 64  # of a file that is no safetensors and no zip
+SAMPLE_BYTES = 256  # at the start, middle and end of every tensor
+NUM_SAMPLES = 64  # samples of a file that is neither safetensors nor zip
 CONFIGURATIONS = ("config.json", "adapter_config.json")
 
 
@@ -43,7 +43,7 @@ def changed_models(before: Mapping[str, str], now: Mapping[str, str]) -> list[st
 def _files(name_or_path: str) -> list[Path]:
     folder = Path(name_or_path)
     if not folder.is_dir():
-        with suppress(OSError):  # it is not in the cache either
+        with suppress(OSError):  # not in the hub cache either
             folder = Path(cached_file(name_or_path, "config.json", local_files_only=True)).parent
     files = sorted(folder.glob("*"))
     return [p for p in files if p.suffix in (".safetensors", ".bin") or p.name in CONFIGURATIONS]
@@ -65,7 +65,7 @@ def _samples(path: Path) -> Iterator[bytes]:
                     for start in (begin, (begin + last) // 2, last):
                         file.seek(8 + len(header) + start)
                         yield file.read(SAMPLE_BYTES)
-    elif zipfile.is_zipfile(path):  # which lists a checksum of every tensor
+    elif zipfile.is_zipfile(path):  # its directory has a checksum of every tensor
         yield repr([(i.filename, i.file_size, i.CRC) for i in zipfile.ZipFile(path).infolist()]).encode()
     else:
         yield str(size).encode()

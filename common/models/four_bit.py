@@ -9,13 +9,12 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
-# A weight: 4 bits, of 64 an 8-bit scale, of 256 scales an fp32 one.
+# 4 bits per weight, an 8-bit scale per 64 weights, an fp32 scale per 256 of those.
 BYTES_PER_WEIGHT = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 def refusals(args: Any, *, is_planned: bool = False) -> Iterator[str]:
-    """Yield the reasons why a program's flags cannot be used with --load_in_4bit; those of all its roles
-    count.
+    """Yield the reasons why a program's flags, those of all its roles, cannot be used with --load_in_4bit.
 
     A run that `is_planned` does not need bitsandbytes yet.
     """
@@ -53,7 +52,7 @@ def quantisation(dtype: torch.dtype) -> BitsAndBytesConfig:
 
 
 def settle(model: nn.Module) -> None:
-    """Keep packed weights as they were packed, and the same in every pass.
+    """Keep packed weights unchanged, so that they are the same in every pass.
 
     On CPUs with AVX512-BF16 bitsandbytes would repack them for passes in eval mode, and round differently
     there. Raises ValueError for GPT-2's Conv1D, which is packed transposed.
@@ -78,6 +77,6 @@ def whole_shape(parameter: torch.Tensor) -> torch.Size:
 
 def unpacked(weight: torch.Tensor, packing: Any) -> torch.Tensor:
     """The weight (O, I) in the dtype that it was loaded in."""
-    from bitsandbytes.functional import dequantize_4bit  # optional
+    from bitsandbytes.functional import dequantize_4bit  # optional dependency
 
     return dequantize_4bit(weight.data, packing)

@@ -37,13 +37,13 @@ from common.ranks.zero3 import gather_whole, is_sharded, local_shard
 
 # Masks and tables that older releases of transformers saved with a model's weights.
 _MASKS = re.compile(r"(attn|attention|self_attention)\.(masked_)?bias$|inv_freq$|position_ids$")
-_UNPACKED = ("fp8", "mxfp4")  # quantised weights that transformers unpacks while it loads
+_UNPACKED = ("fp8", "mxfp4")  # formats that transformers dequantises while loading
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How to load a model. `ds_config` is used under ZeRO 3, where weights are sharded as they load."""
+    """Options for loading a model; under ZeRO 3, with `ds_config`, weights are sharded as they load."""
 
     name_or_path: str
     dtype: str = "fp32"
@@ -93,7 +93,7 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
             f"{name_or_path}: its weights are a pickle with more than tensors, which could run code, "
             "so they were not loaded; give a model saved as safetensors"
         ) from error
-    except Exception as error:  # OSError, SafetensorError, RuntimeError, KeyError ... by what is wrong
+    except Exception as error:  # OSError, SafetensorError, RuntimeError, KeyError, ...
         raise ValueError(
             f"{name_or_path}: the model cannot be loaded: {first_line(error)}; save or download it again"
         ) from error
@@ -101,7 +101,7 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
     name = type(model).__name__
     size = len(parameters)
     is_own_class = name in (getattr(model.config, "architectures", None) or [])
-    needed = "" if is_own_class else f"{backbone_name(model)}."  # of another class the head is new
+    needed = "" if is_own_class else f"{backbone_name(model)}."  # the head of another class is new
     absent = sorted(info["missing_keys"] & parameters.keys())
     of_body = [parameter for parameter in absent if parameter.startswith(needed)]
     mismatched = sorted(str(item[0]) for item in info["mismatched_keys"])
@@ -175,7 +175,7 @@ def probe_of(auto_class: Any, config: PreTrainedConfig, *, trusts_code: bool) ->
 
     Raises ValueError if such a model cannot be used.
     """
-    from common.models.family_probe import probe_family  # it measures what stands here
+    from common.models.family_probe import probe_family  # circular: it imports this file
 
     probe = probe_family(auto_class, config, trusts_code=trusts_code)
     if probe.refusal:
@@ -187,7 +187,7 @@ def probe_of(auto_class: Any, config: PreTrainedConfig, *, trusts_code: bool) ->
 
 def _dropouts(owner: PreTrainedConfig | nn.Module) -> Iterator[tuple[Any, str]]:
     """Yield every dropout of a configuration or a model, its parts included, as (owner, attribute name)."""
-    # Every family has names of its own: they are known by what they have in common.
+    # Attribute names differ between families: they are matched by their common parts.
     parts = list(owner.children()) if isinstance(owner, nn.Module) else []
     for name, value in vars(owner).items():
         if isinstance(value, PreTrainedConfig) and isinstance(owner, PreTrainedConfig):
@@ -207,7 +207,7 @@ def set_dropout(owner: PreTrainedConfig | nn.Module, dropout: float) -> None:
     for part, name in list(_dropouts(owner)):
         if dropout and ("jitter" in name or "layerdrop" in name):
             continue
-        # Set past the classes' checks: MPT's declares a whole number, and reads no other back.
+        # vars() bypasses the classes' type checks: MPT declares an integer, and cannot load any other type.
         kind = type(vars(part)[name])
         vars(part)[name] = kind(dropout) if float(dropout).is_integer() else dropout
 
@@ -236,7 +236,7 @@ def load_pretrained(
     if scheme.get("quant_method") in _UNPACKED:
         scheme["dequantize"] = True
     zero = (options.ds_config or {}).get("zero_optimization", {})
-    # transformers looks for this object while it loads and resizes: it shards from the first layer on.
+    # transformers looks this object up while it loads and resizes; with it, layers are sharded as they load.
     sharding = HfDeepSpeedConfig(options.ds_config) if zero.get("stage") == 3 else None
     dtype = DTYPES[options.dtype]
     packed = {"quantization_config": quantisation(dtype)} if options.load_in_4bit else {}
@@ -260,25 +260,25 @@ def load_pretrained(
         )
     _untie(options.name_or_path, model)
     _grow_vocabulary(model, num_tokens, options.pad_vocab_multiple)
-    model.get_input_embeddings().padding_idx = None  # PAD may be a token of the rows, which is to be trained
+    model.get_input_embeddings().padding_idx = None  # PAD may be a token of the rows, which must be trained
     keep_composite(model, config, auto_class)
     del sharding
-    if options.dropout is not None:  # code of its own may have numbers that no configuration names
+    if options.dropout is not None:  # remote code may have dropout outside its configuration
         set_dropout(model, options.dropout)
-    if options.gradient_checkpointing:  # not reentrant: works with frozen embeddings (LoRA) too
-        # Without dropout no layer's random state need be kept; code of its own may draw in other ways.
+    if options.gradient_checkpointing:  # non-reentrant: also works with frozen embeddings (LoRA)
+        # Without dropout no RNG state needs to be saved; remote code may use random numbers elsewhere.
         is_random = options.trust_remote_code or has_dropout(model) or has_dropout(model.config)
         model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": is_random}
         )
-    # A router loss is over all tokens in all layers.
+    # A router loss needs all tokens in all layers.
     if not router_coefficient(model):
         narrow_last_layer(model)
     return model
 
 
 def keep_composite(model: PreTrainedModel, config: PreTrainedConfig, auto_class: Any) -> None:
-    """Have an export of a submodel carry the whole model's configuration if `auto_class` accepts no other."""
+    """Make exports of a submodel carry the whole model's configuration if `auto_class` accepts no other."""
     if class_for(auto_class, model.config) is None and class_for(auto_class, config) is not None:
         model.composite_config = config
 
@@ -298,14 +298,14 @@ def _untie(name_or_path: str, model: PreTrainedModel) -> None:
 
 def _grow_vocabulary(model: PreTrainedModel, num_tokens: int, multiple: int) -> None:
     num_rows = model.config.get_text_config().vocab_size
-    model.num_exported_rows = max(num_rows, num_tokens)  # an export carries no padding
+    model.num_exported_rows = max(num_rows, num_tokens)  # an export has no padding
     wanted = -(-model.num_exported_rows // multiple) * multiple
     if wanted == num_rows:
         return
     model.resize_token_embeddings(wanted, mean_resizing=False)
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
-    for weight in {id(e.weight): e.weight for e in embeddings if e}.values():  # tied or not
-        # A new token starts as the mean of the old ones: no surprise in any softmax, and equal on every rank.
+    for weight in {id(e.weight): e.weight for e in embeddings if e}.values():  # once if tied
+        # A new token starts as the mean of the old ones: its logits are typical, and equal on every rank.
         with torch.no_grad(), gather_whole([weight], to_modify=True):
             if weight.numel():
                 weight[num_rows:] = weight[:num_rows].float().mean(dim=0).to(weight.dtype)
@@ -317,7 +317,7 @@ def init_weight(parameter: nn.Parameter, name: str, *, std: float, seed: int) ->
     """
     with torch.no_grad(), gather_whole([parameter], to_modify=True):
         if parameter.numel():
-            # torch seeds its generator with 32 bits: both must be in them
+            # torch's generator uses 32 bits of a seed, so both are hashed into 32 bits
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             noise = torch.randn(parameter.shape, generator=generator) * std
             parameter.copy_(noise.to(parameter.device, parameter.dtype))
@@ -333,7 +333,7 @@ def length_limit(config: PreTrainedConfig, default: int = sys.maxsize) -> tuple[
             text, "keep_window_size", None
         ),
     }
-    if rope.get("rope_type") == "longrope":  # all tokens of a row or of a batch, when its longest passes that
+    if rope.get("rope_type") == "longrope":  # a longer row changes the factors of its whole row or batch
         name = "original_max_position_embeddings, beyond which all rotary factors are others"
         limits[name] = rope["original_max_position_embeddings"]
     return min(((limit, name) for name, limit in limits.items() if limit), default=(default, ""))

@@ -95,7 +95,7 @@ def lora_targets(
     if not targets:
         try:
             targets = [n for n in candidates if re.search(module_name, n)]
-        except re.error:  # a part of a name that is in none
+        except re.error:  # not an expression, and not a part of any name
             pass
     if not targets:
         parts = {n.rsplit(".", 1)[-1] for n in candidates}
@@ -110,7 +110,7 @@ def lora_targets(
 def _new_config(model: PreTrainedModel, options: LoraOptions) -> LoraConfig:
     """PEFT's configuration of new adapters. Raises ValueError if `module_name` matches nothing.
 
-    PEFT takes a linear layer for experts of transformers 4 if it has one of their names: such a layer is
+    PEFT mistakes a linear layer for experts of transformers 4 if it has one of their names: such a layer is
     selected by its weight, as stacked matrices are.
     """
     targets = adapted_model_targets(model, options.module_name)
@@ -132,14 +132,14 @@ def _taken_for_experts(model: PreTrainedModel, layers: list[str]) -> list[str]:
     words = {name.rpartition(".")[2] for name in layers}
     for word in list(words):
         config = LoraConfig(target_modules=[word])
-        with suppress(ValueError):  # it is one of two that are fused
+        with suppress(ValueError):  # PEFT fuses the layer with another
             convert_peft_config_for_transformers(config, model, None)
             words -= set(config.target_modules)
     return [name for name in layers if name.rpartition(".")[2] in words]
 
 
 def build_lora(model: PreTrainedModel, options: LoraOptions) -> nn.Module:
-    """The model with PEFT adapters that `add_lora` has yet to fill, or the model itself without adapters.
+    """The model with PEFT adapters, to be filled by `add_lora`, or the model itself without adapters.
 
     The adapters are trained, and the score head of a value model; without `only_optimize_lora` everything but
     the adapted matrices, as in DeepSpeed-Chat. Raises ValueError if they fit no layer.
@@ -149,11 +149,11 @@ def build_lora(model: PreTrainedModel, options: LoraOptions) -> nn.Module:
     config = _read_lora_config(options.folder) if options.folder else _new_config(model, options)
     try:
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
-    except ValueError as error:  # none of its layers is there
+    except ValueError as error:  # the model has none of its layers
         raise ValueError(f"{options.folder}: the adapter cannot be loaded: {first_line(error)}") from error
     adapted_config = adapted.peft_config["default"]
     if not isinstance(adapted_config.target_modules, str):
-        # PEFT makes a set of it, which every process writes in another order.
+        # PEFT makes it a set, whose order differs between processes.
         adapted_config.target_modules = sorted(adapted_config.target_modules)
     adapted_config.target_parameters = sorted(adapted_config.target_parameters or ()) or None
     adapted_ids = {id(w.parameter) for w in trained_weights(adapted).values() if w.lora_a is not None}
@@ -174,7 +174,7 @@ def add_lora(model: PreTrainedModel, options: LoraOptions, seed: int = 0) -> nn.
         _load_adapter(adapted, options.folder)
     elif options.dim:
         for name, parameter in adapted.named_parameters():
-            if "lora_A" in name:  # PEFT's own would depend on the ZeRO stage; B stays zero
+            if "lora_A" in name:  # PEFT's A would depend on the ZeRO stage; B stays zero
                 shape = getattr(parameter, "ds_shape", parameter.shape)
                 init_weight(parameter, name, std=shape[-1] ** -0.5, seed=seed)
     if adapted is not model:
@@ -199,7 +199,7 @@ def _reach(adapted: nn.Module) -> str:
 
 
 def _read_lora_config(folder: str) -> LoraConfig:
-    """Configuration of a saved adapter, without dropout and without what PEFT adds for a task."""
+    """Configuration of a saved adapter, without dropout and PEFT's task-specific fields."""
     config = {name: value for name, value in read_adapter_config(folder).items() if name != POOLING}
     config |= {"task_type": None, "modules_to_save": None, "lora_dropout": 0.0, "inference_mode": False}
     try:
@@ -257,23 +257,23 @@ def share_backbone(model: PreTrainedModel, owner: nn.Module) -> None:
 class TrainedWeight(NamedTuple):
     """A weight and, if LoRA adapts it, the factors and the scaling of its adapter.
 
-    `packing`: for a weight in 4 bits, what unpacks it.
+    `packing`: the quantisation state of a weight in 4 bits.
     """
 
     parameter: torch.Tensor
     lora_a: torch.Tensor | None = None  # (r, I)
     lora_b: torch.Tensor | None = None  # (O, r)
     scaling: float = 0.0
-    is_stored_transposed: bool = False  # GPT-2's Conv1D keeps (I, O), gpt-oss (E, I, O)
+    is_stored_transposed: bool = False  # (I, O) in GPT-2's Conv1D, (E, I, O) in gpt-oss
     packing: Any = None
-    num_stacked: int = 1  # E: the weight is (E, O, I), A (E r, I), B (O, r E) with E the inner of the two
+    num_stacked: int = 1  # E: the weight is (E, O, I), A (E r, I), B (O, r E), where E varies fastest
 
     def tensors(self) -> list[torch.Tensor]:
         """The weight and, if it has an adapter, the factors A and B."""
         return [self.parameter] if self.lora_a is None else [self.parameter, self.lora_a, self.lora_b]
 
     def replace_tensors(self, tensors: list[torch.Tensor]) -> "TrainedWeight":
-        """The same with other tensors in place of `tensors()`, such as gathered ones."""
+        """This weight with other tensors instead of `tensors()`, such as gathered ones."""
         return self._replace(**dict(zip(("parameter", "lora_a", "lora_b"), tensors, strict=False)))
 
     def merged(
@@ -298,7 +298,7 @@ class TrainedWeight(NamedTuple):
         return (weight.float() + delta).to(weight.dtype)
 
     def _merged_stack(self) -> torch.Tensor:
-        """All experts' matrices merged one after another: fp32 then takes the memory of one."""
+        """All experts' matrices merged one at a time, so that only one is in fp32."""
         merged = torch.empty_like(self.parameter)
         of_experts = self.lora_a.chunk(self.num_stacked)
         for_experts = self.lora_b.unflatten(1, (-1, self.num_stacked)).unbind(2)
@@ -313,7 +313,7 @@ def trained_weights(model: nn.Module) -> dict[str, TrainedWeight]:
     layers = {
         f"{name}.{getattr(layer, 'parameter_name', 'weight')}".replace(".base_layer", ""): layer
         for name, layer in plain.named_modules()
-        # No factors are there where an embedding is adapted: only PEFT does that.
+        # An adapted embedding, which only adapters from elsewhere have, has no lora_A.
         if isinstance(layer, LoraLayer) and layer.lora_A
     }
     weights = {}

@@ -20,7 +20,7 @@ from common.ranks import distributed
 from common.ranks.step_costs import COSTS
 
 MEASURED_SECONDS = 0.25
-# Rows, inputs, outputs of a linear layer. No shape is the fastest for all numbers of threads.
+# Rows, inputs, outputs of a linear layer. The fastest shape depends on the number of threads.
 CPU_PRODUCTS = ((512, 512, 512), (1024, 1024, 1024), (2048, 512, 2048))
 GPU_PRODUCTS = ((4096, 4096, 4096),)
 
@@ -31,8 +31,8 @@ class ModelFlops:
     A token is multiplied by every matrix of the body once, and a scored token by the output head: 2 FLOPs per
     parameter. Only the experts that a token is routed to count, and their adapters. Attention counts every
     pair of tokens of a sequence in both directions, as is usual, even under a window; tokens shared by
-    sequences count once. Not counted: rows of the last layer that are neither read nor computed, padding,
-    recomputed activations and logits that are made twice.
+    sequences count once. Not counted: rows of the last layer that are neither used nor computed, padding,
+    recomputed activations and recomputed logits.
     """
 
     def __init__(self, model: nn.Module, head: nn.Module) -> None:
@@ -42,7 +42,7 @@ class ModelFlops:
         embeddings = {id(m.weight) for m in plain.modules() if isinstance(m, nn.Embedding)}
         narrowed = [m for parent in plain.modules() for m in narrowed_modules(parent)]
         of_narrowed = {id(parameter) for module in narrowed for parameter in module.parameters()}
-        # Kernels of GPUs compute the last layer's attention all the same.
+        # GPU kernels compute the last layer's attention in full.
         self.narrowed_layers = bool(narrowed) and not distributed.has_gpu()
         self.num_layers = text.num_hidden_layers
         self.body = self.trained_body = self.narrowed = self.trained_narrowed = 0.0
@@ -63,7 +63,7 @@ class ModelFlops:
         self.trained_head = self.head * head.weight.requires_grad
         self.is_trained = any(p.requires_grad for p in model.parameters())
         layers = text.per_layer_config if text.is_heterogeneous else [text] * text.num_hidden_layers
-        self.attention = 2 * sum(map(_attention_width, layers))  # two products
+        self.attention = 2 * sum(map(_attention_width, layers))  # two products: scores, weighted values
 
     def count(self, inputs: ModelInputs, num_scored: int) -> None:
         """Add a pass over these inputs to the running clock; inputs that need a gradient are trained.
@@ -118,8 +118,8 @@ class ModelFlops:
 
 
 def _attention_width(layer: Any) -> int:
-    """Width of a token's queries in a layer's configuration; 0 if the layer has a state in place of
-    attention.
+    """Width of a token's queries in a layer's configuration; 0 if the layer has a recurrent state
+    instead of attention.
     """
     num_heads = getattr(layer, "num_attention_heads", None) or 0
     head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // max(num_heads, 1)
@@ -129,7 +129,7 @@ def _attention_width(layer: Any) -> int:
 class Device(NamedTuple):
     """One GPU, or one CPU process."""
 
-    memory_gib: float  # that torch can use: less than the label says
+    memory_gib: float  # usable by torch: less than the nominal size
     tflops_16bit: float
     tflops_fp32: float  # without TF32, torch's default
 
@@ -154,13 +154,13 @@ DEVICES = {
 
 
 def own_peak_flops(dtype: torch.dtype) -> float:
-    """Largest FLOP/s of this process's device in `dtype`.
+    """Peak FLOP/s of this process's device in `dtype`.
 
     For a GPU in DEVICES the data sheet's figure; any other device is measured by matrix products: on a CPU
     with this process's threads, while all its other ranks do the same.
     """
     is_gpu = distributed.has_gpu()
-    # Whole words: an "NVIDIA A100-SXM4-80GB" is no A10.
+    # Whole words: an "NVIDIA A100-SXM4-80GB" is not an A10.
     words = re.findall(r"\w+", torch.cuda.get_device_name().lower()) if is_gpu else ()
     for kind, device in DEVICES.items():
         if kind.partition("-")[0] in words:

@@ -27,10 +27,10 @@ class ModelInputs:
     position_ids: torch.Tensor  # the same shape, counted within each sequence
     token_slots: torch.Tensor  # (total,) int64 on the CPU
     last_slots: torch.Tensor  # (S,) int64 on the CPU, of each sequence's last token
-    num_tokens: int  # that are computed, padding left out
-    num_pairs: int  # of tokens and keys that attention compares, causal or not
-    packing: Packing | None = None  # of one row only
-    num_pairs_unread: int = 0  # of num_pairs, those of tokens whose last hidden states nobody reads
+    num_tokens: int  # computed tokens, without padding
+    num_pairs: int  # pairs of token and key in attention, without causality
+    packing: Packing | None = None  # only if there is one row
+    num_pairs_unread: int = 0  # part of num_pairs: tokens whose last hidden states are unused
 
     def slots_before(self, is_scored: torch.Tensor) -> torch.Tensor:
         """Slots (N,) int64 that predict the scored tokens: of the token before each.
@@ -40,16 +40,16 @@ class ModelInputs:
         return self.token_slots[is_scored.nonzero()[:, 0] - 1]
 
     def to(self, device: torch.device | str, slots: torch.Tensor, *more: torch.Tensor) -> tuple[Any, ...]:
-        """The inputs on a device for a pass whose last hidden states are read at `slots` (N,) int64 only,
+        """The inputs on a device for a pass whose last hidden states are used at `slots` (N,) int64 only,
         with `slots` and `more`; one copy moves all of them.
         """
         fields = vars(self.packing) if self.packing else {}
         num_pairs_unread = 0
-        # Where nothing is read, as of rows without targets, all is computed: every weight wants a gradient.
+        # If no slot is used, as in rows without targets, all are computed: every weight needs a gradient.
         if self.packing and 0 < len(read := slots.unique()) < self.num_tokens:
             fields = fields | {"read": read}
             lengths, key_lengths = map(torch.tensor, (self.packing.lengths, self.packing.key_lengths))
-            num_keys = key_lengths.repeat_interleave(lengths)  # of each token's piece
+            num_keys = key_lengths.repeat_interleave(lengths)  # of each token's segment
             num_pairs_unread = self.num_pairs - int(num_keys[read].sum())
         names = [name for name, value in fields.items() if isinstance(value, torch.Tensor)]
         tensors = [self.input_ids, self.position_ids, *(fields[name] for name in names), slots, *more]
@@ -60,7 +60,7 @@ class ModelInputs:
 
     def model_arguments(self, *, with_packing: bool) -> dict[str, Any]:
         """Keyword arguments of a transformers backbone: `position_ids`, and the packing of the row if its
-        layers take it.
+        layers accept it.
         """
         arguments = {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False}
         return arguments | ({"packing": self.packing} if with_packing and self.packing else {})
@@ -115,12 +115,12 @@ def _pack(token_ids: torch.Tensor, lengths: torch.Tensor, group_sizes: torch.Ten
 
     positions = token_positions(lengths)  # (total,)
     is_kept = (positions >= shared.repeat_interleave(lengths)) | is_first.repeat_interleave(lengths)
-    slots = is_kept.cumsum(0) - 1  # of those that are kept
+    slots = is_kept.cumsum(0) - 1  # slots of the kept tokens
     token_slots = slots[
         torch.where(is_kept, torch.arange(len(slots)), token_positions(lengths, first_starts))
     ]
 
-    # The pieces: what a group shares, and the rest of each sequence, which sees what is shared too.
+    # Segments: a group's shared prefix, and the rest of each sequence, which also attends to the prefix.
     of_sequences = torch.stack([is_first * shared, lengths - shared], dim=1).flatten()  # (2S,)
     keys_of_sequences = torch.stack([shared, lengths], dim=1).flatten()
     is_piece = of_sequences > 0
@@ -144,5 +144,5 @@ def _pack(token_ids: torch.Tensor, lengths: torch.Tensor, group_sizes: torch.Ten
 
 
 def _ends(lengths: torch.Tensor) -> torch.Tensor:
-    """0 and the end of each segment, (P + 1,) int32, as kernels take them."""
+    """0 and the end of each segment, (P + 1,) int32, as kernels expect them."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()

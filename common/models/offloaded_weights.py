@@ -20,7 +20,7 @@ class OffloadedWeights:
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = decoder_layers(model)
-        # Page-locked, so that a copy to the GPU does not wait. What is no layer is the first part.
+        # Pinned for asynchronous copies to the GPU. The first part has all tensors outside the layers.
         parts = _tensors_by_layer(model, self._layers)
         self._parts = [[(tensor, tensor.data.pin_memory()) for tensor in part] for part in parts]
         self._copying = torch.cuda.Stream()
@@ -30,23 +30,23 @@ class OffloadedWeights:
     def on_device(self) -> Iterator[None]:
         """Context with the weights on the GPU; each is copied once.
 
-        Copies are queued on a stream of their own, layer after layer, and a layer waits for its own copies
-        only: the first pass computes while later layers are being copied.
+        Copies are queued on a separate stream, layer by layer, and a layer waits for its own copies only: the
+        first pass computes while later layers are being copied.
         """
         computing = torch.cuda.current_stream()
         hooks = []
         try:
-            # Memory of the stream that computes, which goes back to it: no other stream keeps any.
+            # Allocated on the computing stream, whose pool gets the memory back: no other stream holds any.
             for tensor, data in chain(*self._parts):
                 tensor.data = torch.empty_like(data, device=distributed.device())
-            self._copying.wait_stream(computing)  # which may still read what had this memory before
+            self._copying.wait_stream(computing)  # it may still read the memory's old contents
             arrivals = [self._copy(part) for part in self._parts]
             computing.wait_event(arrivals[0])
             for layer, arrival in zip(self._layers, arrivals[1:], strict=True):
                 hooks.append(layer.register_forward_pre_hook(partial(_wait, computing, arrival)))
             yield
         finally:
-            computing.wait_stream(self._copying)  # before it uses the memory for something else
+            computing.wait_stream(self._copying)  # before it reuses the memory
             for hook in hooks:
                 hook.remove()
             self._give_back()
@@ -68,7 +68,7 @@ def _wait(computing: torch.cuda.Stream, arrival: torch.cuda.Event, *_: Any) -> N
 
 
 def _tensors_by_layer(model: nn.Module, layers: list[nn.Module]) -> list[list[torch.Tensor]]:
-    """Tensors of no layer, then those of each layer; a shared one where it first occurs."""
+    """Tensors of no layer, then those of each layer; a shared tensor only in its first part."""
     owned = [list(layer.modules()) for layer in layers]
     inside = set(chain(*owned))
     seen = {}

@@ -18,10 +18,10 @@ from torch.autograd.function import once_differentiable
 from common.data.packed_batch import to_device
 from common.models.sampling import sampling_mask
 
-# Logits of one chunk. On a CPU they stay near the cache (16 MiB in fp32); on a GPU they fill the device.
+# Logits per chunk: near the cache size on a CPU (16 MiB in fp32), enough work for the device on a GPU.
 CPU_CHUNK_ELEMENTS = 2**22
 GPU_CHUNK_ELEMENTS = 2**26
-# Logits that wait for the backward pass: small batches make none twice.
+# Logits kept for the backward pass: small batches recompute none.
 CPU_KEPT_ELEMENTS = 2**24
 GPU_KEPT_ELEMENTS = 2**26
 _LOWEST = torch.finfo(torch.float32).min
@@ -47,7 +47,7 @@ class LogitOptions:
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 
-# Fields of configurations that say what a model makes of its head's output.
+# Configuration fields that describe how a model transforms its head's output.
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _FACTORS = ("logit_scale", "lm_head_multiplier")
 _UNKNOWN = ("logits_scaling", "output_multiplier", "logits_mup_width_multiplier", "softcap")
@@ -56,7 +56,7 @@ _UNKNOWN = ("logits_scaling", "output_multiplier", "logits_mup_width_multiplier"
 def read_logit_transform(config: Any) -> LogitOptions:
     """Scaling factor and soft cap that a model of this configuration applies to its logits.
 
-    Raises ValueError, naming the field, where the configuration asks for another treatment of logits.
+    Raises ValueError, naming the field, if the configuration changes logits in another way.
     """
     config = config.get_text_config()
     multiplier, cap = 1.0, None
@@ -142,7 +142,7 @@ class OutputHead(NamedTuple):
                 top_k=top_k,
                 top_p=top_p,
             )
-            is_kept.scatter_(1, token_ids[rows].unsqueeze(1), True)  # rounding may put it just outside
+            is_kept.scatter_(1, token_ids[rows].unsqueeze(1), True)  # rounding may exclude it
             kept.append(is_kept.nonzero()[:, 1])
             counts.append(is_kept.sum(1))
         return torch.cat(kept), torch.cat(counts).cpu()
@@ -195,7 +195,7 @@ def _softmax_scores(
     weights = scaled.exp() if with_entropy else scaled.exp_()
     weight_sum = weights.sum(-1).double()
     chosen = valid.gather(-1, token_ids[:, None].clamp(max=num_valid - 1))
-    # float64 for the last few numbers of a row only: fp32 would round each of the three steps.
+    # float64 for these few numbers per row only: fp32 would round each of the three steps.
     logprobs = ((chosen.double() - largest.double()) / temperature)[:, 0] - weight_sum.log()
     logprobs = logprobs.float().masked_fill_(token_ids >= num_valid, -torch.inf)
     normalisers = (largest[:, 0].double() + temperature * weight_sum.log()).float()
@@ -243,7 +243,7 @@ def _softmax_gradient(
 def _centred(logits: torch.Tensor, centres: torch.Tensor, temperature: float) -> torch.Tensor:
     """(logits - centres) / temperature in new memory, fp32; float64 for float64."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True).sub_(centres)
-    return x if temperature == 1.0 else x.div_(temperature)  # no pass over the data for the usual 1
+    return x if temperature == 1.0 else x.div_(temperature)  # the default 1 needs no pass over the data
 
 
 class _TokenScores(torch.autograd.Function):
@@ -259,7 +259,7 @@ class _TokenScores(torch.autograd.Function):
         entropies = torch.zeros_like(logprobs)
         normalisers = torch.empty_like(logprobs)
         room = CPU_KEPT_ELEMENTS if hidden.device.type == "cpu" else GPU_KEPT_ELEMENTS
-        ctx.kept = {}  # first row of a chunk: its logits
+        ctx.kept = {}  # first row of a chunk -> its logits
         for rows in head.chunks():
             raw = head.raw_logits(rows)
             room -= raw.numel()
@@ -272,7 +272,7 @@ class _TokenScores(torch.autograd.Function):
                 entropies[rows] = chunk_entropies
         ctx.save_for_backward(hidden, weight, bias, token_ids, entropies, normalisers, *(mask or ()))
         ctx.options = options
-        ctx.set_materialize_grads(False)  # an entropy that is only reported costs nothing backwards
+        ctx.set_materialize_grads(False)  # entropies without gradient cost nothing in the backward pass
         return logprobs, entropies
 
     @staticmethod
@@ -309,7 +309,7 @@ class SummedOverTokens(torch.autograd.Function):
     def keep(ctx, gradients: "HeadGradients | None", dtype: torch.dtype) -> None:
         """Keep the gradients for the backward pass, which returns them in the dtype of the inputs."""
         ctx.dtype = dtype
-        # fp16 ends at 65504: the sum over many tokens may pass that before it is scaled down.
+        # fp16 overflows above 65504: a sum over many tokens may exceed it before it is scaled down.
         kept = torch.float32 if dtype == torch.float16 else dtype
         ctx.gradients = gradients.result(kept) if gradients else None
 
@@ -318,7 +318,7 @@ class SummedOverTokens(torch.autograd.Function):
     def backward(ctx, grad_total, *_):
         """Gradients of hidden, weight and bias, and None for all other inputs."""
         gradients = ctx.gradients
-        ctx.gradients = None  # they are as large as the weight
+        ctx.gradients = None  # freed: as large as the weight
         scaled = [g if g is None else g.mul_(grad_total.to(g.dtype)).to(ctx.dtype) for g in gradients]
         return *scaled, *[None] * (len(ctx.needs_input_grad) - len(scaled))
 
@@ -370,7 +370,7 @@ class HeadGradients:
             torch.mm(of_logits, weight, out=self.of_hidden[rows])
         if self.of_weight is not None and of_logits.dtype == torch.bfloat16:
             self.of_weight += of_logits.t() @ hidden[rows]
-        elif self.of_weight is not None:  # in fp16 the product of a chunk alone may pass 65504
+        elif self.of_weight is not None:  # in fp16 even a single chunk's product may exceed 65504
             summed = self.of_weight.dtype
             self.of_weight.addmm_(of_logits.t().to(summed), hidden[rows].to(summed))
         if self.of_bias is not None:

@@ -54,11 +54,11 @@ class PolicyModel(nn.Module):
         # The class is swapped in place so that the parameter, sharded or tied, keeps its identity.
         head.__class__ = ScoringHead
         self.router_coefficient = router_coefficient(plain)
-        self.router_loss: torch.Tensor | None = None  # of the last pass in training, see add_router_loss
+        self.router_loss: torch.Tensor | None = None  # loss of the last training pass, see add_router_loss
 
     @cached_property
     def flops(self) -> ModelFlops:
-        """FLOPs of passes, by what is trained at the first access."""
+        """FLOPs of passes; trained weights are those at the first access."""
         return ModelFlops(self.causal_lm, plain_model(self.causal_lm).get_output_embeddings())
 
     def forward(
@@ -91,7 +91,7 @@ def compute_nll_sum(
     token_ids = batch.data["input_ids"]
     is_target = batch.data["loss_mask"]
     sizes = None
-    if "conversation" in batch.data:  # its rows begin alike
+    if "conversation" in batch.data:  # its rows share prefixes
         sizes = torch.unique_consecutive(batch.numbers("conversation"), return_counts=True)[1]
     inputs = build_model_inputs(token_ids, batch.lengths["input_ids"], is_packed=is_packed, group_sizes=sizes)
     slots = inputs.slots_before(is_target)

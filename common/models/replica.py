@@ -15,14 +15,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from common.models.transformers_internals import keep_layers
 from common.ranks import distributed
 
-MAX_PARAMETERS = 2**21  # a configuration with more of them is made narrow
+MAX_PARAMETERS = 2**21  # larger configurations are narrowed
 _NUM_HEADS = 2
 _NUM_TOKENS = 96
 _LAYERS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "vision_layers"}
 _LAYERS |= {f"{side}_layers" for side in ("encoder", "decoder", "num_encoder", "num_decoder")}
-# Layers before the first that has experts, or whose weights are scaled (RWKV).
+# Layers before the first one with experts, or with scaled weights (RWKV).
 _FIRST = {"first_k_dense_replace", "num_dense_layers", "rescale_every"}
-# The largest numbers of a narrow configuration, by a part of their names; the first that fits counts.
+# Upper limits in a narrow configuration, by a pattern of their names; the first match is used.
 _MOST = {
     r"vocab_size": _NUM_TOKENS,
     r"per_tok|^(moe_)?top_?k|moe_k$": 2,
@@ -32,22 +32,22 @@ _MOST = {
     r"n_groups$": 1,
     r"max_position_embeddings|n_positions": 512,
 }
-# Numbers of tokens that a layer sees, which a row of a few is to pass; noise of routers, which is to be seen.
+# Attention windows, small enough for short rows to exceed; router noise, large enough to show.
 _WINDOW = re.compile(r"(sliding|attention)_(window|chunk)(_size)?$")
 _MOST_WINDOW, _NOISE = 4, 0.5
 _MEASURED: dict[Any, Any] = {}
-_REPLICAS: list[PreTrainedModel] = []  # of the measurement that runs
+_REPLICAS: list[PreTrainedModel] = []  # replicas of the running measurement
 
 
 def measure_once(measure: Callable[..., Any], config: PreTrainedConfig, *more: Any) -> Any:
     """The result of `measure(config, *more)` for a copy of the configuration, cached in this process."""
     key = measure, type(config), config.to_json_string(use_diff=False), more
     if key not in _MEASURED:
-        # Whoever loads the model may want no gradients; the probe does.
+        # The caller may have disabled gradients, which the probe needs.
         with distributed.on_cpu(), torch.inference_mode(False), torch.enable_grad():
             _MEASURED[key] = measure(copy.deepcopy(config), *more)
         for parameter in chain.from_iterable(model.parameters() for model in _REPLICAS):
-            parameter.data = parameter.data.new_empty(0)  # hooks hold it until garbage is collected
+            parameter.data = parameter.data.new_empty(0)  # hooks keep it until garbage collection
             parameter.grad = None
         _REPLICAS.clear()
     return _MEASURED[key]
@@ -56,8 +56,8 @@ def measure_once(measure: Callable[..., Any], config: PreTrainedConfig, *more: A
 def build_replica(auto_class: Any, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     """A random model in fp32 on the CPU, in eval mode; every weight affects its outputs.
 
-    `options` go to `auto_class.from_config`. Leaves the random state unchanged. Raises what the family's code
-    raises if it cannot be small.
+    `options` go to `auto_class.from_config`. Leaves the random state unchanged. Raises whatever the family's
+    code raises if it cannot be small.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -92,17 +92,17 @@ def _shorten(config: PreTrainedConfig) -> None:
             continue
         lists = {name: value for name, value in numbers.items() if isinstance(value, list)}
         whole = {n: x for n, x in lists.items() if len(x) > 1 and all(type(item) is int for item in x)}
-        numbered = {name: x for name, x in whole.items() if sorted(set(x)) == x}  # rising: they name layers
+        numbered = {name: x for name, x in whole.items() if sorted(set(x)) == x}  # ascending: layer indexes
         by_layer = {n: x for n, x in lists.items() if len(x) == num_layers and n not in numbered}
         kinds = [
             (*(str(x[layer]) for x in by_layer.values()), *(layer in x for x in numbered.values()))
             for layer in range(num_layers)
         ]
-        derived = None if by_layer else getattr(part, "layers_block_type", None)  # of a period, for one
+        derived = None if by_layer else getattr(part, "layers_block_type", None)  # such as by a period
         kept = sorted({kinds.index(kind) for kind in kinds})
         if len(kept) == 1:
             kept = [*range(max(map(derived.index, derived)) + 1 if derived else 2)]
-        if numbers.get("num_kv_shared_layers"):  # the last layers read keys of earlier ones of their kind
+        if numbers.get("num_kv_shared_layers"):  # the last layers use keys of earlier ones of their kind
             kept = kept * 2
             numbers["num_kv_shared_layers"] = len(kept) // 2
         numbers |= {name: [x[layer] for layer in kept] for name, x in by_layer.items()}
@@ -114,7 +114,7 @@ def _shorten(config: PreTrainedConfig) -> None:
 
 def _narrow(config: PreTrainedConfig) -> None:
     """Keep few heads of the original width, few experts and few tokens."""
-    shapes, widths = [], {}  # widths of hidden states: one part may name another's
+    shapes, widths = [], {}  # widths of hidden states; a part may repeat another's width
     for part in _parts(config):
         heads = getattr(part, "num_attention_heads", None)
         width = getattr(part, "hidden_size", None)
@@ -122,7 +122,7 @@ def _narrow(config: PreTrainedConfig) -> None:
         if type(width) is int:
             few = width // heads * min(heads, _NUM_HEADS) if heads else min(width, 64)
             is_free = heads and vars(part).get("head_dim") not in (None, width // heads)
-            widths.setdefault(width, -(-few // 16) * 16 if is_free else few)  # kernels want multiples
+            widths.setdefault(width, -(-few // 16) * 16 if is_free else few)  # kernels need multiples
     for part, heads, width in shapes:
         for name, value in vars(part).items():
             if type(value) is int and value > 1:

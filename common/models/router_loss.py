@@ -49,7 +49,7 @@ def balance_loss(
         mask = mask.to(inputs.input_ids.device)
     num_experts = router_logits[0].shape[-1]
     num_chosen = config.get_text_config().num_experts_per_tok
-    # In fp32, as routers choose: in bf16 experts of equal probability are many.
+    # In fp32, as routers choose: in bf16 many experts have equal probabilities.
     logits = tuple(layer.flatten(0, -2).float() for layer in router_logits)
     return load_balancing_loss_func(logits, num_experts, num_chosen, mask)
 
@@ -65,7 +65,7 @@ def add_router_loss(
     """
     model: nn.Module = getattr(engine, "module", engine)
     router_loss = model.router_loss
-    model.router_loss = None  # its graph goes with the pass
+    model.router_loss = None  # frees the graph of the pass
     if router_loss is None:
         return loss_sum, {}
     router_sum = router_loss * count_items(batch)

@@ -18,14 +18,15 @@ import torch.nn.functional as F
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _FIRST_MULTIPLIER = 0xBF58476D1CE4E5B9
 _SECOND_MULTIPLIER = 0x94D049BB133111EB
-_UNIFORM_BITS = 24  # what an fp32 in [0, 1) can hold everywhere
+_UNIFORM_BITS = 24  # resolution of fp32 everywhere in [0, 1)
 
-_WEIGHT_ONE = 2.0**40  # integer weight of the likeliest token; 2^22 tokens of it still fit into an int64
-_CPU_CHUNK_ELEMENTS = 2**17  # int64 weights made at a time: they stay in the cache
-_BLOCK = 256  # tokens whose weights are added up before the search looks inside
-# Among this many likeliest tokens the nucleus is looked for first, where a look costs no waiting.
+_WEIGHT_ONE = 2.0**40  # integer weight of the likeliest token; a sum of 2^22 such weights fits into int64
+_CPU_CHUNK_ELEMENTS = 2**17  # int64 weights per chunk, which stay in the cache
+_BLOCK = 256  # tokens per block; the search finds the block by its sum, then the token
+# Likeliest tokens searched for the nucleus first, if reading the result does not wait for the device.
 _NUCLEUS_CANDIDATES = 4096
-# The bits of an fp32 rise with it: those of the weights that count, from 1 to _WEIGHT_ONE, differ by 29 bits.
+# The bits of a positive fp32, as an integer, increase with its value: integers for weights from 1 to
+# _WEIGHT_ONE span 29 bits.
 _BITS_OF_ONE, _BITS_OF_WEIGHT_ONE = 0x3F800000, 0x53800000
 _LOW_BITS = 15
 
@@ -35,7 +36,7 @@ class Sample(NamedTuple):
 
     token_ids: torch.Tensor  # (B,) int64
     logprobs: torch.Tensor  # (B,) fp32, log softmax(logits / temperature) of all valid tokens
-    log_kept: torch.Tensor  # (B,) fp32, log of the probability that top_k and top_p kept; 0: all of it
+    log_kept: torch.Tensor  # (B,) fp32, log of the probability that top_k and top_p kept; 0: all
 
 
 def counter_uniform(seed: int, sample_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -73,7 +74,7 @@ def sample_tokens(
     log_kept = torch.zeros_like(uniforms)
     largest = logits.amax(-1, keepdim=True)
     weights = _integer_weights(logits, largest, temperature)
-    weight_sum = weights.sum(-1).double() / _WEIGHT_ONE  # the softmax's own: dividing rounds nothing
+    weight_sum = weights.sum(-1).double() / _WEIGHT_ONE  # of the softmax; this division is exact
     if do_sample:
         if 0 < top_k < logits.shape[1] or top_p < 1.0:
             whole = weights.sum(-1, dtype=torch.float64)
@@ -83,7 +84,7 @@ def sample_tokens(
     else:
         token_ids = logits.argmax(-1)
     chosen = logits.gather(-1, token_ids.unsqueeze(-1))
-    # float64 for the last few numbers of a row only: fp32 would round each of the three steps.
+    # float64 for these few numbers per row only: fp32 would round each of the three steps.
     logprobs = (chosen.double() - largest.double()).squeeze(-1) / temperature - weight_sum.log()
     return Sample(token_ids, logprobs.float(), log_kept)
 
@@ -128,7 +129,7 @@ def _smallest_weight_in_nucleus(weights: torch.Tensor, top_p: float, largest: in
     target = top_p * masses.sum(-1, keepdim=True).double()
     num_candidates = min(largest, _NUCLEUS_CANDIDATES)
     if num_candidates == largest or weights.device.type == "cpu":
-        ordered = weights.topk(num_candidates).values  # (B, num_candidates), falling
+        ordered = weights.topk(num_candidates).values  # (B, num_candidates), descending
         integers = ordered.long()
         is_kept = (integers.cumsum(-1) - integers).double() < target
         if num_candidates == largest or not is_kept[:, -1].any():
@@ -164,7 +165,7 @@ def _invert_cumulated(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Te
     num_tokens = weights.shape[-1]
     cumulated = _block_sums(weights).cumsum(-1)  # (B, blocks)
     total = cumulated[:, -1:]
-    # Rounded in float64 the product can reach the total, where no token is left to find.
+    # Rounding in float64 can raise the product to the total, at which no token would be found.
     target = (uniforms.unsqueeze(-1).double() * total.double()).long().minimum(total - 1).clamp_(min=0)
     block = torch.searchsorted(cumulated, target, right=True).clamp_(max=cumulated.shape[-1] - 1)  # (B, 1)
     tokens = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)  # (B, _BLOCK)

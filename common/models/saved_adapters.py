@@ -8,8 +8,8 @@ from safetensors import SafetensorError, safe_open
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-SCORE_HEAD = "score.weight"  # what the name of a reward model's head ends with
-POOLING = "reward_pooling"  # in the configuration of a reward model, or of its adapter: the flag of step 2
+SCORE_HEAD = "score.weight"  # suffix of the name of a reward model's head
+POOLING = "reward_pooling"  # key in the configuration of a reward model or its adapter: step 2's flag
 
 
 def is_adapter(path: str) -> bool:
@@ -21,7 +21,7 @@ def is_adapter(path: str) -> bool:
 
 
 def base_of(path: str) -> str:
-    """Folder or hub name of the model that an adapter was trained on; for a model its own.
+    """Folder or hub name of the model that an adapter was trained on; for a model, its own.
 
     Raises ValueError if the adapter does not name it.
     """

@@ -23,13 +23,13 @@ def whiten(
     """(x - mean) / sqrt(variance + 1e-8) where `mask`, elsewhere 0: fp32, the shape of x.
 
     mask (same shape) True = counts. `reduce_sum` sums a float64 vector over ranks; with it every rank must
-    call this, including one without a single counting entry. The variance divides by the count. Constant
+    call this, even without a counting entry. The variance divides by the count. Constant
     entries give exactly 0.
     """
     reduce_sum = reduce_sum or (lambda total: total)
     mask = mask.bool()
-    # float64 and two passes: E[x^2] - E[x]^2 goes negative for constant entries, and in fp32 the mean of
-    # equal numbers is not that number, a difference that 1 / sqrt(1e-8) blows up.
+    # float64 and two passes: E[x^2] - E[x]^2 can be negative for constant entries, and in fp32 the mean of
+    # equal numbers may differ from them, which 1 / sqrt(1e-8) would amplify.
     kept = torch.where(mask, x.double(), 0.0)
     count, total = reduce_sum(torch.stack([mask.sum().double(), kept.sum()])).unbind()
     mean = total / count.clamp(min=1)

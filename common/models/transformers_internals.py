@@ -39,12 +39,12 @@ def takes_flash(model_class: Any, implementation: str) -> bool:
 
 
 def keep_layers(config: PreTrainedConfig, kept: list[int]) -> None:
-    """Leave the own configurations of these layers of a heterogeneous model, renumbered in this order."""
+    """Keep only the per-layer configurations of layers `kept` of a heterogeneous model, in that order."""
     layers = config._heterogeneity_spec.per_layer_overrides
     own = {place: layers[layer] for place, layer in enumerate(kept) if layer in layers}
     config._heterogeneity_spec.per_layer_overrides = own
 
 
 def save_as_class(model: PreTrainedModel) -> None:
-    """Have `save_pretrained` name the weights as the model's class does, not as its base did."""
+    """Make `save_pretrained` name the weights as the model's class does, not as its base did."""
     model._weight_conversions = None

@@ -29,7 +29,7 @@ from common.models.router_loss import router_coefficient
 from common.models.saved_adapters import POOLING, base_of, has_score_head, is_adapter, read_adapter_config
 from common.ranks import distributed
 
-POOLINGS = ("last", "mean")  # how the values of a response make its score
+POOLINGS = ("last", "mean")  # how a response's values form its score
 
 
 class ScoreHead(nn.Linear):
@@ -47,16 +47,16 @@ class ValueModel(nn.Module):
         super().__init__()
         self.classifier = classifier
         self.router_coefficient = router_coefficient(plain_model(classifier))
-        self.router_loss: torch.Tensor | None = None  # of the last pass in training, see add_router_loss
+        self.router_loss: torch.Tensor | None = None  # loss of the last training pass, see add_router_loss
 
     @cached_property
     def flops(self) -> ModelFlops:
-        """FLOPs of passes, by what is trained at the first call."""
+        """FLOPs of passes; trained weights are those at the first access."""
         return ModelFlops(self.classifier, plain_model(self.classifier).score)
 
     @property
     def pooling(self) -> str:
-        """How values make a score, one of POOLINGS: see `compute_scores`. Saved in the configuration."""
+        """How values form a score, one of POOLINGS: see `compute_scores`. Saved in the configuration."""
         return getattr(plain_model(self.classifier).config, POOLING, "last")
 
     def forward(self, inputs: ModelInputs, slots: torch.Tensor | None = None) -> torch.Tensor:
@@ -141,7 +141,7 @@ def has_saved_head(name_or_path: str) -> bool:
     """
     if is_adapter(name_or_path) and has_score_head(name_or_path):
         return True
-    # The plain file: a configuration's own code, which comes with some models, must not run for this.
+    # Reads the plain file: remote code of a configuration must not run for this.
     config, _ = PreTrainedConfig.get_config_dict(base_of(name_or_path))
     is_classifier = any(n.endswith("ForSequenceClassification") for n in config.get("architectures") or [])
     num_labels = len(config.get("id2label") or {}) or config.get("num_labels", 2)

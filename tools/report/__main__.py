@@ -18,7 +18,7 @@ from tools.report.page import write_report
 
 @dataclass
 class ReportArguments:
-    """Which runs, and the output file."""
+    """Runs and output file."""
 
     run_dir: list[str] = flag([], "--output_dir of runs; as the first words they need no --run_dir")
     output: str = flag("", f"the page; empty: {REPORT} in the folder of the run, or here for several runs")

@@ -16,17 +16,17 @@ from matplotlib.ticker import MaxNLocator
 
 from tools.report.run_reader import Curve
 
-PAGE = Path(__file__).with_name("report.html")  # its style sheet has the colors
-WIDTH, HEIGHT = 360, 190  # of a panel, in points: SVG's unit
-COLORS = ("#2463c5", "#d2600f", "#11835a", "#8e44ad", "#b58612", "#c0304d", "#343a40")  # of runs
+PAGE = Path(__file__).with_name("report.html")  # has the style sheet with the colors
+WIDTH, HEIGHT = 360, 190  # size of a panel, in points (SVG's unit)
+COLORS = ("#2463c5", "#d2600f", "#11835a", "#8e44ad", "#b58612", "#c0304d", "#343a40")  # colors of runs
 QUIET = "#68707a"
 GRID = "#eceef0"
 CARD = "#fffffe"
-# The page's style sheet gives these variables a value for light and one for dark.
+# The page's style sheet defines these variables for light and dark mode.
 VARIABLES = {color: f"var(--c{i})" for i, color in enumerate(COLORS)}
 VARIABLES |= {QUIET: "var(--quiet)", GRID: "var(--grid)", CARD: "var(--card)"}
 SETTINGS = {"svg.fonttype": "none", "path.simplify_threshold": 1.0, "font.size": 10.5}
-# Comments, a style sheet for all of the page, names of groups, digits below a tenth of a point.
+# Comments, style sheets (they would apply to the whole page), group ids, digits below a tenth of a point.
 _NOT_NEEDED = re.compile(
     r"<!--.*?-->|<style.*?</style>|\n\s*| id=\"(?!m[0-9a-f]{10}|C\d)[^\"]*\"|(?<=\.\d)\d{4,}"
     r"|font-family:[^;]*; ",
@@ -34,9 +34,9 @@ _NOT_NEEDED = re.compile(
 )
 MAX_HOVER_POINTS, MAX_TRAIL_POINTS = 32, 240
 ROUND = (1, 2, 2.5, 5, 10)  # steps of an axis, times a power of ten
-SMOOTH_FROM = 40  # values from which a mean is drawn over them
+SMOOTH_FROM = 40  # number of values from which their mean is drawn too
 NOISY_FROM = 3.0  # path length over range, above which a curve is noisy
-Colored = tuple[int, str, Curve]  # number of its run, for the color, and name
+Colored = tuple[int, str, Curve]  # run number (for the color), name, curve
 Draw = Callable[[Axes, Curve, str], None]
 
 
@@ -122,7 +122,7 @@ def _style(axis: Axes, x_name: str) -> None:
     axis.margins(x=0.0 if is_step else 0.05, y=0.06)
     axis.yaxis.set_major_locator(MaxNLocator(4, steps=ROUND))
     low, high = axis.get_xlim()
-    end = high - (high - low) * (18 + 6 * len(x_name)) / 304  # the name stands there
+    end = high - (high - low) * (18 + 6 * len(x_name)) / 304  # start of the axis name
     ticks = MaxNLocator(5, steps=ROUND, integer=is_step).tick_values(low, high)
     axis.set_xticks([tick for tick in ticks if low <= tick < end and (not is_step or tick == int(tick))])
     axis.text(1, -5 / 156, x_name, transform=axis.transAxes, ha="right", va="top", color=QUIET)
@@ -178,11 +178,11 @@ def render_picture(panels: Mapping[str, Mapping[str, Curve]], x_name: str = "ste
     Names are printed in their colors under the title of their panel, on as many lines as they need.
     """
     style = re.search(r"<style>(.*?)</style>", PAGE.read_text(), re.S)[1]
-    gap = 16  # between panels
-    letter = 7.2  # width
-    line = 18  # height
+    gap = 16  # gap between panels
+    letter = 7.2  # width of a letter
+    line = 18  # height of a line
     names = {title: _wrap(list(curves), int(WIDTH / letter)) for title, curves in panels.items()}
-    head = 26 + line * max(map(len, names.values()))  # of a title and its names
+    head = 26 + line * max(map(len, names.values()))  # height of a title and its names
     rows = -(-len(panels) // 2)
     width = 2 * WIDTH + 3 * gap
     height = rows * (HEIGHT + head + gap) + gap

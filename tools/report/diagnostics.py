@@ -1,6 +1,6 @@
 """Known patterns of reward hacking, policy collapse and overfitting; report.toml lists them.
 
-Each diagnostic is a rule on a few metrics, shown with the numbers that it saw. It is a reason to read
+Each diagnostic is a rule on a few metrics, shown with the observed numbers. It is a reason to read
 samples, not a proof.
 """
 
@@ -14,13 +14,13 @@ from tools.report import LAYOUT
 from tools.report.charts import shown, smooth
 from tools.report.run_reader import Curve
 
-MIN_STEPS = 10  # of a curve in which reward hacking is looked for
+MIN_STEPS = 10  # shortest curve that is checked for reward hacking
 _RULES = Environment(finalize=lambda value: shown(value) if isinstance(value, float) else value)
 
 Curves = Mapping[str, Curve]
 Diagnostic = dict[str, Any]  # title, rule (in words), needs, when, seen: see report.toml
 
-HACKING: list[Diagnostic] = LAYOUT["hacking"]  # their metrics are PPO's
+HACKING: list[Diagnostic] = LAYOUT["hacking"]  # rules on PPO's metrics
 DIAGNOSTICS: list[Diagnostic] = LAYOUT["anywhere"] + HACKING
 
 
@@ -41,7 +41,7 @@ def find_diagnostics(curves: Curves) -> list[tuple[Diagnostic, str]]:
 def numbers_of(curves: Curves) -> dict[str, Any]:
     """The numbers of each metric that a rule may use, as report.toml lists them."""
     numbers: dict[str, Any] = {}
-    peak = None  # of the first metric
+    peak = None  # index of the first metric's peak
     for name, curve in curves.items():
         values = curve.values
         half = len(values) // 2

@@ -20,9 +20,9 @@ from tools.report.diagnostics import find_diagnostics
 from tools.report.run_reader import Curve, RunFiles, read_runs
 from tools.report.samples import build_samples
 
-# Where a run writes to, and how it was started: two runs always differ in these.
+# Output folder and start options, in which runs always differ.
 NOT_COMPARED = {"output_dir", "local_rank", "resume", "dry_run"}
-# What a step learns from: its tokens a second, and the seconds that they are of.
+# Tokens per second and seconds of the phases that train.
 LEARNT = (
     ("perf/tokens_per_second", "perf/step_seconds"),
     ("perf/actor_update_tokens_per_second", "perf/actor_update_seconds"),
@@ -32,7 +32,7 @@ Panel = dict[str, Any]
 
 
 def write_report(folders: Sequence[Path], output: Path) -> tuple[list[RunFiles], list[str]]:
-    """Write the report on these folders to `output`; return what `read_runs` does.
+    """Write the report on these folders to `output`; return the result of `read_runs`.
 
     Nothing is written if no folder has a run. Raises OSError if the file cannot be written.
     """
@@ -149,7 +149,7 @@ def find_phases(run: RunFiles) -> dict[str, float]:
         names.get(key, key.replace("_", " ")): sum(run.curves[f"perf/{key}_seconds"].values) for key in order
     }
     phases["outside steps"] = run.seconds - sum(phases.values())
-    # What rounding leaves over is no phase.
+    # A residue of rounding is not a phase.
     return {name: seconds for name, seconds in phases.items() if seconds > 1e-3 * max(run.seconds, 1e-9)}
 
 
@@ -167,7 +167,7 @@ def fact_rows(columns: Mapping[str, Facts]) -> list[tuple[str, list[str]]]:
 
 
 def data_facts(run: RunFiles) -> Facts:
-    """Rows, tokens, truncation, passes over the rows, and each model's parameters, where known."""
+    """Rows, tokens, truncation, passes over the rows, and each model's parameters, if known."""
     start = run.starts[-1] if run.starts else {}
     facts = {}
     if counts := start.get("data"):

@@ -13,7 +13,7 @@ from common.runs.durable_files import read_if_whole
 from common.runs.run_files import ARGS_FILE, FINISHED_FILE, METRICS, RUN_FILE, SAMPLES
 
 Row = dict[str, Any]
-# By metric group.
+# Kind of run by metric group.
 KINDS = {"sft": "sft", "objective": "ppo", "eval": "ppo", "reward": "reward", "dpo": "dpo", "kto": "kto"}
 
 
@@ -38,15 +38,15 @@ class RunFiles:
 
     folder: Path
     name: str
-    rows: list[Row]  # of metrics.jsonl
+    rows: list[Row]  # rows of metrics.jsonl
     samples: list[Row]
     flags: dict[str, Any]
-    defaults: dict[str, Any]  # of the flags; {} where the run did not write them
-    starts: list[dict[str, Any]]  # what was noted at each, the first one first
-    num_steps: int  # that it was to have; 0 where it does not say
+    defaults: dict[str, Any]  # default flags; {} if the run did not write them
+    starts: list[dict[str, Any]]  # facts recorded at each start, in order
+    num_steps: int  # planned steps; 0 if unknown
     has_finished: bool
     curves: dict[str, Curve]
-    notes: list[str]  # what is torn or missing
+    notes: list[str]  # notes on torn or missing files
 
     @property
     def last_step(self) -> int:
@@ -107,7 +107,7 @@ def read_run(folder: Path, name: str = "") -> RunFiles:
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[RunFiles], list[str]]:
-    """The runs that can be read, and what is wrong with the other folders.
+    """The readable runs, and the problems of the other folders.
 
     A run is named by its folder's path relative to the folder that holds all of them.
     """
@@ -139,7 +139,7 @@ def read_rows(path: Path, notes: list[str]) -> list[Row]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line) if line else None
-        except (ValueError, RecursionError):  # a killed run, or one that is writing now
+        except (ValueError, RecursionError):  # a killed run, or one that is still writing
             row = ()
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)

@@ -10,11 +10,11 @@ from typing import Any
 from tools.report.charts import spread
 from tools.report.run_reader import RunFiles
 
-MAX_PROMPTS = 10  # prompts with several answers
+MAX_PROMPTS = 10  # prompts with several responses
 MAX_ANSWERS = 8  # steps of one prompt: the first, the last, and some between
-MAX_SINGLES = 12  # prompts with one answer
+MAX_SINGLES = 12  # prompts with one response
 MAX_CHARACTERS, MAX_PROMPT_CHARACTERS = 1500, 300
-FAR = 0.6  # share of common words and spaces below which hardly a word has stayed: marks would hide the text
+FAR = 0.6  # share of common words and spaces below which changes are not marked: marks would hide the text
 _WORD = re.compile(r"\s+|\w+|[^\w\s]")
 
 Changes = list[tuple[str, str]]  # parts of a text: ("same" | "new" | "gone", text)
@@ -29,9 +29,9 @@ class Answer:
     index: int
     text: str
     score: float | None
-    row_id: str = ""  # of the prompt; a run of an older version tells none
-    changes: Changes = field(default_factory=list)  # to the answer it is compared with
-    same_as: int | None = None  # the run that has given this very answer before
+    row_id: str = ""  # row of the prompt; empty in runs of older versions
+    changes: Changes = field(default_factory=list)  # from the response it is compared with
+    same_as: int | None = None  # run of the identical response that it is compared with
 
 
 def find_changes(before: str, after: str) -> Changes:

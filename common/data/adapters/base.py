@@ -15,8 +15,8 @@ from common.data.raw_rows import RawRows, readable
 from common.flags.plugins import origin_of
 from common.ranks.failures import kind_and_line
 
-DEFAULT_SCORE_COLUMN = "helpfulness"  # HelpSteer2's
-MOST_UNREAD = 20  # columns and keys that the report names
+DEFAULT_SCORE_COLUMN = "helpfulness"  # column of HelpSteer2
+MOST_UNREAD = 20  # columns and keys listed in the report
 ADAPTERS: dict[str, type] = {}  # Adapters, and classes that PortedClass can wrap
 
 
@@ -35,20 +35,20 @@ def digest_code(kind: type) -> str:
 class Adapter:
     """Turns rows of one data set into Examples.
 
-    The short way to write one is `get_prompt`, `get_chosen` and `get_rejected`, as in DeepSpeed-Chat's
-    raw_datasets.py. Each may return None, or an empty text: the row is then left out of the steps that need
-    the text, and counts as empty, not bad. Override `to_examples` for a row with several pairs, or another
+    The simplest adapter defines `get_prompt`, `get_chosen` and `get_rejected`, as in DeepSpeed-Chat's
+    raw_datasets.py. Each may return None or an empty text: the row is then left out of the steps that need
+    the text, and counts as empty, not bad. Override `to_examples` for rows with several pairs or another
     meaning.
     """
 
-    notes: tuple[str, ...] = ()  # for the data report, when the rows have been read
-    kind: type | None = None  # a class of the user's own that the adapter wraps
-    arguments: dict[str, Any] = {}  # of its constructor, by --data_path
+    notes: tuple[str, ...] = ()  # lines of the data report, complete once the rows are read
+    kind: type | None = None  # the user's class that the adapter wraps
+    arguments: dict[str, Any] = {}  # constructor arguments from --data_path
     score_column: str = DEFAULT_SCORE_COLUMN  # --score_column
     local: Path | None = None  # the file or folder to read instead of `load`
-    max_rows: int | None = None  # of each file, where the first ones are enough; None: all
-    hub_config: str | None = None  # of a hub data set, or a copy of one, that has several
-    own_names: Mapping[str, str] = {}  # --columns: the rows' name of each column of a form
+    max_rows: int | None = None  # rows read from each file; None: all
+    hub_config: str | None = None  # configuration of a hub data set or of a local copy
+    own_names: Mapping[str, str] = {}  # --columns: form column -> column of the rows
 
     def __init__(self, source: str = "") -> None:
         """`source` is the name under which the data set was requested."""
@@ -62,7 +62,7 @@ class Adapter:
         return hub_data.load_hub(self.source, self.hub_config)
 
     def arrange(self, rows: RawRows) -> RawRows:
-        """Rows as `to_examples` takes them: by default unchanged; several may be joined into one.
+        """Rows as `to_examples` expects them: by default unchanged; several may be joined into one.
 
         Called once for each part from `load` or a local copy.
         """
@@ -152,7 +152,7 @@ class AnyForm(Adapter):
             return message_trees.group_trees(rows, self._unread)
         try:
             row = row_forms.Row(first, self.own_names)
-        except BadRow:  # it is counted when it is read
+        except BadRow:  # counted as bad when it is read
             return rows
         if not ("prompt" in row and "response" in row) or "rejected" in row:
             return rows
@@ -160,7 +160,7 @@ class AnyForm(Adapter):
             return row_forms.group_scored(rows, self.score_column, self.own_names, self._unread)
         if self.score_column != DEFAULT_SCORE_COLUMN:
             note = f"no column {self.score_column!r} (--score_column): read as prompt/response without scores"
-            self.notes = tuple(dict.fromkeys((*self.notes, note)))  # once for both parts
+            self.notes = tuple(dict.fromkeys((*self.notes, note)))  # one note for both parts
         return rows
 
     def to_examples(self, row: dict[str, Any]) -> list[Example]:
@@ -180,7 +180,7 @@ def parameters_of(kind: type) -> set[str]:
     """Parameter names of a class's constructor."""
     try:
         return set(inspect.signature(kind).parameters)
-    except ValueError:  # a built-in's
+    except ValueError:  # built-in class without a signature
         return set()
 
 
@@ -188,7 +188,7 @@ def make_own(kind: type, source: str, args: list[Any], named: dict[str, Any]) ->
     """An object of a user's class. Raises ValueError if its constructor has other parameters, or raises."""
     try:
         return kind(*args, **named)
-    except Exception as error:  # TypeError for other arguments, or the class's own
+    except Exception as error:  # TypeError for wrong arguments, or any error of the class
         raise ValueError(
             f"--data_path {source}: the constructor of {kind.__name__} raised {kind_and_line(error)}; give "
             "it other arguments, MODULE:CLASS:ARGUMENT=VALUE,ARGUMENT=VALUE, or fix it"
@@ -200,7 +200,7 @@ class MapStyle(AnyForm):
 
     def __init__(self, kind: type, source: str, args: list[Any], named: dict[str, Any]) -> None:
         """The class is constructed with these arguments. Raises ValueError as `make_own` does, or if it lacks
-        one of both.
+        either method.
         """
         super().__init__(source)
         if not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):
@@ -215,7 +215,7 @@ class MapStyle(AnyForm):
         """See Adapter; a row is bad if the index raises. Raises ValueError if the length raises."""
         try:
             return RawRows(range(len(self._rows)), self.source, read=self._read), None
-        except Exception as error:  # the class's own
+        except Exception as error:  # any error of the class
             raise ValueError(
                 f"--data_path {self.source}: its length raised {kind_and_line(error)}; fix it"
             ) from error
@@ -223,7 +223,7 @@ class MapStyle(AnyForm):
     def _read(self, index: int) -> Any:
         try:
             return self._rows[index]
-        except Exception as error:  # the class's own
+        except Exception as error:  # any error of the class
             raise BadRow(f"the index raised {kind_and_line(error)}") from error
 
 

@@ -10,7 +10,7 @@ from common.data.adapters.row_parts import SPEAKERS, expect, filled, finite_numb
 from common.data.example import BadRow, EmptyRow, Example, Message, Turn
 from common.data.raw_rows import RawRows, group_rows, readable
 
-TREE = "(messages of a tree)"  # the only column of a row that was joined of the messages of a tree
+TREE = "(messages of a tree)"  # only column of a row joined from the messages of a tree
 MESSAGE_COLUMNS = ("message_id", "parent_id", "text", "role")
 _MESSAGE_KEPT = (*MESSAGE_COLUMNS, "rank", "deleted", "review_result", "lang", "id")
 
@@ -52,13 +52,13 @@ def _roots(parents: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _parent_of(message: Mapping[str, Any]) -> Any:
-    """The id of the parent; None for the first message. CSV has an empty text in place of null."""
+    """The id of the parent; None for the first message. CSV has an empty text instead of null."""
     parent = message.get("parent_id")
     return None if parent == "" else parent
 
 
 def tree_examples(row: Mapping[str, Any]) -> list[Example]:
-    """Every turn of the prompter with the replies to it: the best one to learn, and all pairs of ranked ones.
+    """Each turn of the prompter with its replies: the best reply to learn, and all pairs of ranked replies.
 
     Deleted messages and those that reviewers rejected are left out with everything below them. A turn without
     a reply is a prompt. Raises BadRow if the messages are not a tree of alternating turns.
@@ -106,7 +106,7 @@ def _replies_by_parent(messages: Sequence[Mapping[str, Any]]) -> dict[Any, list[
         parent = expect("parent_id", _parent_of(message), str | int | None, "text")
         if parent is not None and parent not in names:
             raise BadRow(f"message {message['message_id']!r}: its parent {parent!r} is not in the data")
-        # CSV has words for true and false.
+        # CSV stores booleans as text.
         is_deleted, was_accepted = (str(message.get(name)).lower() for name in ("deleted", "review_result"))
         if is_deleted != "true" and was_accepted != "false":
             by_parent[parent].append(message)

@@ -21,7 +21,7 @@ from common.data.example import BadRow, EmptyRow, Example
 from common.data.raw_rows import RawRows
 from common.ranks.failures import kind_and_line
 
-SEED = 1234  # the default of both programs; it must be the same in all steps, or their shares would overlap
+SEED = 1234  # default here and in DeepSpeed-Chat; the steps' shares would overlap if their seeds differed
 
 _OWN_NAME = re.compile(r"""\bdataset_name\s*=\s*["']([^"']+)["']""")
 
@@ -98,19 +98,19 @@ class PortedClass(Adapter):
         """An instance of the class. Raises ValueError if its constructor has an unknown parameter, or
         raises.
         """
-        # Some classes write their shares as files: each process has a folder, for as long as this lives.
+        # Some classes write their shares to files: each process has a folder, deleted with this object.
         self._folder = tempfile.TemporaryDirectory(prefix="triptych-")
         values = {
             "output_path": self._folder.name,
             "seed": SEED,
             "local_rank": 0,
             "dataset_name": self._name or self.source,
-            "chat_path": os.getcwd(),  # of its local/jsonfile: the folder that holds data/
+            "chat_path": os.getcwd(),  # for its local/jsonfile: the folder that contains data/
         }
         try:
             args, named = _arguments(self.kind, values, self._given)
             return self.kind(*args, **named)
-        except Exception as error:  # the network's, the disk's, or the class's own
+        except Exception as error:  # error of the network, the disk or the class
             call = f"{self.kind.__name__}({', '.join(f'{k}={v!r}' for k, v in values.items())})"
             cure = "check the network and the class" if self._name else f"name its data: {self.source}:NAME"
             raise self._refusal(f"{call} raised {kind_and_line(error)}; {cure}") from error
@@ -128,7 +128,7 @@ class PortedClass(Adapter):
         inner = self._inner
         try:
             data = getattr(inner, method)()
-        except Exception as error:  # the class's own
+        except Exception as error:  # any error of the class
             raise self._refusal(f"{method} raised {kind_and_line(error)}") from error
         if data is not None and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
             raise self._refusal(
@@ -144,7 +144,7 @@ class PortedClass(Adapter):
         inner = self._inner
         try:
             text = getattr(inner, method)(row)
-        except Exception as error:  # the class's own
+        except Exception as error:  # any error of the class
             return BadRow(f"{method} raised {kind_and_line(error)}")
         if text is None or isinstance(text, str):
             return text if text and text.strip() else EmptyRow(f"{method} gave {text!r}")
@@ -154,7 +154,7 @@ class PortedClass(Adapter):
 def _own_name(kind: type) -> str:
     """The name that a class gives itself with `dataset_name = "..."`, in its body or its constructor."""
     text = ""
-    with contextlib.suppress(OSError, TypeError):  # it has no source
+    with contextlib.suppress(OSError, TypeError):  # no source code available
         text = inspect.getsource(kind)
     own = _OWN_NAME.search(text)
     return own[1] if own else ""

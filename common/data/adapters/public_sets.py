@@ -13,7 +13,7 @@ from common.data.adapters.row_parts import LEADING_CUE, filled, finite_number, i
 from common.data.example import BadRow, Example
 
 _VICUNA_TURN = re.compile(r"(?:\A|\s|</s>)\s*(USER|ASSISTANT):")
-_CITATION = re.compile(r" ?\[\d+(?:\s*[,;-]\s*\d+)*\]")  # of a page: [1], [2, 3]
+_CITATION = re.compile(r" ?\[\d+(?:\s*[,;-]\s*\d+)*\]")  # reference to a web page: [1], [2, 3]
 USUAL_FORMS = (
     "Dahoas/rm-static",
     "Dahoas/full-hh-rlhf",
@@ -31,7 +31,7 @@ _MIRACL = {
     "chosen": "positive_passages.0.text",
     "rejected": "negative_passages.0.text",
 }
-# As --columns names them; a null is a text that the set does not have.
+# In the form of --columns; a null in such a column means that the row lacks this text.
 OWN_NAMES = {
     "wangrui6/Zhihu-KOL": {"prompt": "INSTRUCTION", "response": "RESPONSE"},
     "Hello-SimpleAI/HC3-Chinese": {"prompt": "question", "response": "human_answers.0"},
@@ -71,7 +71,7 @@ def vicuna_turns(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_citations(row: dict[str, Any]) -> dict[str, Any]:
-    """answer_0 and answer_1 by score_0 and score_1, whose difference is not a margin."""
+    """answer_0 and answer_1, ranked by score_0 and score_1; the difference is not a margin."""
     question = row["question"]
     answers = [_CITATION.sub("", filled(name, row[name])) for name in ("answer_0", "answer_1")]
     ranks = [-finite_number(name, row[name]) for name in ("score_0", "score_1")]

@@ -16,8 +16,8 @@ from common.data.adapters.row_parts import (
 )
 from common.data.example import BadRow, EmptyRow, Message
 
-LONGEST_LIST = 8  # columns that a message names
-# The names that public data sets have for a column of a form; the first that is there counts.
+LONGEST_LIST = 8  # columns listed in a message
+# Names of each form column in public data sets; the first one present is used.
 COLUMN_NAMES = {
     "messages": ("messages", "conversations", "conversation"),
     "prompt": ("prompt", "instruction", "question", "query", "input", "context"),
@@ -33,9 +33,9 @@ COLUMN_NAMES = {
     "answers": ("answers", "completions"),
     "label": ("label", "kto_tag"),
 }
-_TASKS = ("instruction", "question", "query")  # a bare request, which `input` may follow
+_TASKS = ("instruction", "question", "query")  # bare instruction; `input` may follow it
 BEFORE_THE_REPLY = ("prompt", "input", "system", "history", "tools")
-# Columns without which a row would be learnt wrongly; any other column that is not read is counted.
+# Ignoring one of these columns would change what is learned; other unread columns are only counted.
 NEVER_LEFT_OUT = dict.fromkeys(MEDIA, "only text is learnt; leave the column out where text is enough")
 NEVER_LEFT_OUT |= dict.fromkeys(
     ("system", "system_prompt", "history", "tools", "functions"),
@@ -50,23 +50,23 @@ class Row(dict[str, Any]):
         """`own_names` are those of --columns, or paths such as "answers.0.text". Raises BadRow if one is
         missing.
         """
-        if isinstance(raw.get("input"), Mapping):  # OpenAI's preferences: the dialogue and its tools
+        if isinstance(raw.get("input"), Mapping):  # OpenAI's preference format: the dialogue and its tools
             raw = {name: value for name, value in raw.items() if name != "input"} | raw["input"]
-        # Rows of one response each that were joined have `responses` in its place.
+        # A row joined from rows of one response each has `responses` instead of `response`.
         lost = {"response"} if "responses" in raw else set()
         self._names = {n: own for n, own in (own_names or {}).items() if n not in lost or own in raw}
         raw = dict(raw) | {own: _value_at(raw, own, name) for name, own in self._names.items()}
         super().__init__({name: value for name, value in raw.items() if value is not None})
-        # A reason why the row cannot be read: one that has null in a column of --columns is empty.
+        # Exception for a row that fits no form: a null in a column of --columns makes the row empty, not bad.
         self.lacks = BadRow if self.keys() >= {*self._names.values()} else EmptyRow
         for name, names in COLUMN_NAMES.items():
             free = self.keys() - self._names.values()
-            if name == "prompt" and "messages" in self:  # the other names are notes on the dialogue
+            if name == "prompt" and "messages" in self:  # other names hold metadata of the dialogue
                 names = ("prompt", "instruction")
             self._names.setdefault(name, next((n for n in names if n in free), name))
         if self.own("response") == "output" and "instruction" in self.keys() - self._names.values():
-            self._names |= {} if "prompt" in (own_names or {}) else {"prompt": "instruction"}  # Alpaca's
-        self._read = {"id"}  # it names the row
+            self._names |= {} if "prompt" in (own_names or {}) else {"prompt": "instruction"}  # Alpaca format
+        self._read = {"id"}  # identifies the row
 
     def own(self, name: str) -> str:
         """The row's own name for a column."""

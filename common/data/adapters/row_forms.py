@@ -40,7 +40,7 @@ from common.data.example import BadRow, EmptyRow, Example, Message
 from common.data.raw_rows import RawRows, canonical, group_rows, readable
 
 _SIDES = ("chosen", "rejected")
-# The words of a label besides true and false.
+# Label values besides true and false.
 _GOOD = ("yes", "y", "good", "up", "upvote", "like", "thumbs_up", "positive", "desirable", "correct", "👍")
 _BAD = ("no", "n", "bad", "down", "downvote", "dislike", "thumbs_down", "negative", "undesirable")
 _LABELS = TRUTHS | dict.fromkeys(_GOOD, True) | dict.fromkeys((*_BAD, "incorrect", "-1", "👎"), False)
@@ -94,7 +94,7 @@ def _answer_lists(row: Row) -> list[Example]:
 
 
 def _replies(answers: Mapping[str, Any], prompt: Sequence[Message]) -> list[str | Message]:
-    """Replies by position; a null is an empty one."""
+    """Replies by position; a null counts as an empty reply."""
     return [parse_reply(place, "" if value is None else value, prompt) for place, value in answers.items()]
 
 
@@ -173,7 +173,7 @@ def group_scored(
 
     keys = {}
     for index, raw in readable(rows):
-        with suppress(BadRow):  # the row has not all columns; `build` names them
+        with suppress(BadRow):  # a column is missing; `build` reports it
             row = Row(raw, own_names)
             others = row.keys() - kept(row) - {row.own("response"), score_column, "id"}
             unread.update(f"joined column {quoted(name)}" for name in others)
@@ -206,7 +206,7 @@ def _reply_to(column: str, row: Row) -> list[Example]:
         return [Example(prompt, reply, learn_all_turns=row.is_filled("history"), absence=absence)]
     turns = parse_turns(row.own(column), value)
     check_end(row.own(column), turns[-1])
-    if spoken(turns[: len(prompt)]) == spoken(prompt):  # the whole conversation
+    if spoken(turns[: len(prompt)]) == spoken(prompt):  # the column holds the whole conversation
         turns = turns[len(prompt) :]
     elif turns[0].role in ("system", "user"):
         raise BadRow(f"{row.own(column)!r} has turns before the reply that are not the prompt's")
@@ -215,7 +215,7 @@ def _reply_to(column: str, row: Row) -> list[Example]:
 
 
 def _learn(messages: tuple[Message, ...], absence: BadRow | None = None) -> list[Example]:
-    """A dialogue up to the last learned reply, with earlier learned ones."""
+    """A dialogue up to its last learned reply; earlier ones stay learned turns of its prompt."""
     replies = [i for i, message in enumerate(messages) if message.role == "assistant"]
     learned = [i for i in replies if messages[i].is_learned]
     last = (learned or replies)[-1]
@@ -270,7 +270,7 @@ class RowForm(NamedTuple):
     fits: Callable[[Row], bool] | None = None
 
 
-# The first form whose columns are all there is the row's form.
+# A row has the first form whose columns are all present.
 ROW_FORMS = (
     RowForm(("prompt", *_SIDES), _pair),
     RowForm(("messages", *_SIDES), _pair),
@@ -296,7 +296,7 @@ ROW_FORMS = (
 )
 
 
-# The names that --columns takes.
+# Names that --columns accepts.
 FORM_COLUMNS = {
     *(name for form in ROW_FORMS for name in form.columns),
     *COLUMN_NAMES,
@@ -315,7 +315,7 @@ def read_row(
     own_names: Mapping[str, str] | None = None,
     unread: Counter[str] | None = None,
 ) -> list[Example]:
-    """Examples of a row of any form; `own_names` are those of --columns; `unread` counts what is not read.
+    """Examples of a row of any form; `own_names` are those of --columns; `unread` counts unread columns.
 
     Raises BadRow if no form fits, or a column holds a wrong value.
     """
@@ -344,7 +344,7 @@ def _with_tools_and_weight(row: Row, examples: list[Example]) -> list[Example]:
 
 
 def _what_is_missing(row: Row) -> str:
-    """Columns that the row lacks of the nearest form, as text."""
+    """Columns of the nearest form that the row lacks, as text."""
     nearest = max(ROW_FORMS, key=lambda form: (sum(n in row for n in form.columns), -len(form.columns)))
     there = [row.own(name) for name in nearest.columns if name in row]
     if not there:

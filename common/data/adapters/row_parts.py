@@ -1,6 +1,6 @@
 """Column values: texts, dialogues in one text, lists of turns, tools, numbers, ranked responses.
 
-A null is an absent key, at any depth.
+A null counts as an absent key, at any depth.
 """
 
 import json
@@ -15,14 +15,14 @@ import numpy as np
 
 from common.data.example import BadRow, EmptyRow, Example, Message, Turn
 
-# The role of a turn, by the names that public data sets have for it.
+# Role of a turn, by its name in public data sets.
 SPEAKERS = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function", "ipython"), "tool"),
 }
-# Keys of a turn, and the names that they have in public data sets.
+# Keys of a turn, with their names in public data sets.
 _TURN_NAMES = {
     "role": ("role", "from"),
     "content": ("content", "value"),
@@ -31,12 +31,12 @@ _TURN_NAMES = {
     "name": ("name",),
     "tool_call_id": ("tool_call_id",),
 }
-# Keys that say whether step 1 learns a turn of the assistant: OpenAI, Mistral and LLaMA-Factory; Axolotl;
-# ms-swift; others. Torchtune's `masked` means the reverse.
+# Keys that mark whether step 1 learns an assistant turn: OpenAI, Mistral and LLaMA-Factory; Axolotl;
+# ms-swift; others. Torchtune's `masked` has the opposite meaning.
 _MARKS = ("weight", "loss_weight", "train", "training", "loss", "trainable", "learn", "loss_mask", "masked")
 _TURN_KEYS = {name for names in _TURN_NAMES.values() for name in names}
 MEDIA = ("images", "image", "audio", "audios", "video", "videos")
-# Keys of a turn that would change what is learnt and that no step can use, with the cure.
+# Unsupported keys of a turn that would change what is learned, each with its cure.
 _REFUSED_KEYS = {
     **dict.fromkeys(MEDIA, "only text is learnt"),
     **dict.fromkeys(("mask", "train_detail", "training_detail"), "`weight` 0 makes a whole turn context"),
@@ -46,7 +46,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 ANSWER_NAMES = ("answer", "response", "text", "content")
 SCORE_NAMES = ("rank", "score", "overall_score")
-LONGEST_NAME = 64  # characters of a column's name that are shown
+LONGEST_NAME = 64  # characters shown of a column's name
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", re.ASCII | re.IGNORECASE)
 _COLUMN_KINDS = {str: (str, "text"), list: (list | tuple, "a list")}
 _GREATEST = float(np.finfo(np.float32).max)
@@ -60,7 +60,7 @@ _REPLY_MARK = re.compile(r"(?:\A|\n\s*)Assistant:")
 def parse_dialogue(text: str) -> tuple[Message, ...] | None:
     """Messages of a Human:/Assistant: text without its last `Assistant:`; None for any other text.
 
-    In HelpSteer2's texts a turn begins with <extra_id_1>, except for the first one, which is the user's.
+    In HelpSteer2's texts a turn starts with <extra_id_1>, except for the first one, which is the user's.
     """
     if _HELPSTEER_TURN.search(text):
         return split_marked(text, _HELPSTEER_TURN, opening_role="user")
@@ -143,7 +143,7 @@ def _parse_turn(where: str, turn: Any) -> Turn:
             raise BadRow(f"{where} has {name!r}, which cannot be used in a turn; {cure}")
     for name, text in parts.items():
         expect(f"{where}: {name}", text or "", str, "text")
-    if speaker == "function_call":  # ShareGPT's
+    if speaker == "function_call":  # ShareGPT format
         calls = content
         content = None
     if not is_blank(calls):
@@ -221,7 +221,7 @@ def from_json(where: str, value: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """A value without keys that hold null: a table writes them for keys of other rows."""
+    """A value without keys that hold null: a table stores nulls for keys that only other rows have."""
     if isinstance(value, Mapping):
         return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
@@ -310,7 +310,7 @@ def filled(column: str, value: Any, kind: type = str) -> Any:
 
 
 def finite_number(column: str, value: Any) -> float:
-    """The number in a column, or in its text. Raises BadRow unless it is a number that fp32 can hold."""
+    """The number in a column, also if it is text. Raises BadRow unless it is a number that fp32 can hold."""
     text = str(value)
     number = float(text) if _NUMBER.fullmatch(text) else math.nan
     if not abs(number) <= _GREATEST:
@@ -322,7 +322,7 @@ def truth_of(value: Any, words: Mapping[str, bool]) -> bool | None:
     """The truth value of a value by `words`, whose keys are lower case or integers; None if it has none."""
     text = str(value)
     if _NUMBER.fullmatch(text):
-        return words.get(f"{float(text) + 0.0:g}")  # no -0
+        return words.get(f"{float(text) + 0.0:g}")  # + 0.0 makes -0 a 0
     return words.get(re.sub(r"\b[\s_-]+\b", "_", text.strip().lower()))
 
 
@@ -335,7 +335,7 @@ def is_true(where: str, value: Any) -> bool:
 
 
 def expect(where: str, value: Any, kind: Any, words: str) -> Any:
-    """A value of the right type. Raises BadRow for another."""
+    """The value. Raises BadRow unless it is of type `kind`; `words` name that type."""
     if not isinstance(value, kind):
         kind_of_value = "null" if value is None else f"of type {type(value).__name__}"
         raise BadRow(f"{where} is {kind_of_value}, not {words}")
@@ -351,8 +351,8 @@ def rank_by_score(
 ) -> list[Example]:
     """All pairs of the answers to a prompt, higher scores chosen; equal scores are a tie.
 
-    Steps 1 and 3 use the pairs of the best answer only, the first of several best. A margin is the difference
-    of two scores; 0 without `with_margin`: ranks have no distance.
+    Steps 1 and 3 use the pairs of the best answer only (the first, if several are best). A margin is the
+    difference of two scores; 0 without `with_margin`: ranks have no distance.
     """
     if len(answers) == 1:
         return [Example(prompt=prompt, chosen=answers[0], absence=EmptyRow("its prompt has one answer only"))]
