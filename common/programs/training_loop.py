@@ -21,7 +21,7 @@ from common.runs.export import save_adapter, save_export
 from common.runs.run import Run
 from common.runs.run_logger import RunLogger
 
-EVAL_STEP = "eval_step"  # in an export's metadata: the step that its held-out figures are of
+EVAL_STEP = "eval_step"  # metadata key of an export: the step of its held-out metrics
 
 
 def load_policy(
