@@ -187,7 +187,7 @@ class Session:
             if path.exists():
                 raise FileExistsError(errno.EEXIST, "File exists")
             write_file(path, "".join(lines))
-        except (OSError, RuntimeError) as error:  # RuntimeError: ~NAME has no home
+        except (OSError, RuntimeError) as error:  # RuntimeError: no user of ~NAME
             reason = getattr(error, "strerror", error)
             return f"/save {name}: it cannot be written ({reason}); give the name of a new file"
         return f"saved to {path}"

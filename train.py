@@ -32,7 +32,7 @@ from training_scripts.launch_table import DEPLOYMENTS, STEPS, find_script, run_f
 ROOT = Path(__file__).resolve().parent
 # Exit code of the programs for rejected flags.
 BAD_INPUT = 2
-# DeepSpeed-Chat names models by their sizes of OPT.
+# DeepSpeed-Chat's model names are sizes of OPT.
 SIZES = {s: f"facebook/opt-{s}" for s in ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")}
 RUN = "training_scripts/run.sh"  # for a model without its own script
 NAMES = {1: "sft", 2: "reward", 3: "ppo"}  # of the steps, in run.sh and our flags

@@ -41,7 +41,7 @@ from common.ranks import distributed
 from common.ranks.failures import first_line
 from serving.text_stream import Answer, TextStream
 
-_MIN_PROMPT_TOKENS = 8  # reserved for the prompt, whatever --max_new_tokens
+_MIN_PROMPT_TOKENS = 8  # reserved for the prompt, whatever the response limit
 _ENDLESS_POSITIONS = 4096  # for a model without a limit (ALiBi); enough for a terminal
 _MOST_CHARACTERS = 32  # maximum mean per token; a longer text is rejected before it is tokenised
 _SAMPLE_ID_BITS = 48
@@ -295,7 +295,8 @@ def load_template(
     """The template of the model at `path`; None after adding the problem if it cannot respond (for a ranker:
     score).
 
-    It is --template, or else what the model at `trained_path` (empty: at `path`) was trained with.
+    It is --template, or else the template that the model at `trained_path` (empty: at `path`) was trained
+    with.
     """
     config = model_checks.check_model(flag_name, path, args, problems, takes_adapter=True)
     if config is None:

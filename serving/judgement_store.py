@@ -134,7 +134,7 @@ class JudgementStore:
         return pair
 
     def set_answer(self, pair_id: str, side: str, text: str | None, error: str | None = None) -> None:
-        """Store the complete response of side "a" or "b", or why there is none."""
+        """Store the complete response of side "a" or "b", or its error."""
         assert side in ("a", "b")
         statement = f"UPDATE pairs SET answer_{side} = ?, error_{side} = ? WHERE id = ?"
         self._run(statement, text, error, pair_id)

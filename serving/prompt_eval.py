@@ -61,7 +61,7 @@ class PromptEvalArguments(AnsweringArguments):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Check, ask all models, print. `argv` defaults to sys.argv[1:]."""
+    """Check the flags, prompt all models, print the responses. `argv` defaults to sys.argv[1:]."""
     problems = Problems()
     args = parse_args(PromptEvalArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     import_plugins(args.plugins, problems)

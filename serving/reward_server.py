@@ -32,12 +32,7 @@ from common.programs.reward_scorer import RewardScorer, load_frozen_value_model
 from common.runs.export import read_metadata
 from serving.web_server import Guard, Refused, address_of, bind, build_app, is_loopback, run_server
 
-ACCURACY = (
-    "accuracy",
-    "accuracy_low",
-    "accuracy_high",
-    "pairs",
-)  # on held-out pairs, from triptych.json
+ACCURACY = ("accuracy", "accuracy_low", "accuracy_high", "pairs")  # on held-out pairs, from triptych.json
 
 
 @dataclass
@@ -66,7 +61,7 @@ class ServeArguments(TokenizerArguments):
 
 @dataclass
 class ScoreRequest:
-    """Body of POST /score; `rows` is what step 3 sends to any reward, and is ignored."""
+    """Body of POST /score; step 3 sends `rows` to every reward; they are ignored."""
 
     prompts: list[str]
     responses: list[str]

@@ -75,7 +75,7 @@ def run_server(app: Callable, bound: socket.socket) -> None:
 
 
 class Refused(HTTPException):
-    """A rejected request: HTTP status, what is wrong, and the cure.
+    """A rejected request: HTTP status, problem and cure.
 
     `param` names the field and `code` is OpenAI's error code, for clients of its protocol.
     """
@@ -214,7 +214,7 @@ _END = object()
 
 
 async def stream_from_thread(work: Work, failed: Callable[[Exception], Any]) -> AsyncIterator[Any]:
-    """Yield what `work` emits in a thread, in order; `failed` turns an exception into the last item."""
+    """Yield items that `work` emits in a thread, in order; `failed` turns an exception into the last item."""
     loop = asyncio.get_running_loop()
     items = asyncio.Queue[Any]()
     is_gone = threading.Event()

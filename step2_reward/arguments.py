@@ -70,7 +70,7 @@ class RewardArguments(PairArguments, SharingArguments, SingleModelArguments):
 
     @property
     def kind(self) -> str:
-        """What is trained, as named in metrics and exports: reward, dpo or kto."""
+        """Name of the trained model in metrics and exports: reward, dpo or kto."""
         return {"dpo": "dpo", "ipo": "dpo", "kto": "kto"}.get(self.loss, "reward")
 
     @property

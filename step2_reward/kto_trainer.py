@@ -90,7 +90,7 @@ class KTOTrainer(Trainer):
 
         Every rank must call this.
         """
-        self.engine.eval()  # as for the reference
+        self.engine.eval()  # as for the reference's log-probabilities
         with COSTS.clock("forward_backward"):
             self.baseline = kto_baseline(
                 gather_rows([self.compute_log_ratios(batch, MISMATCHED) for batch in micro_batches])

@@ -21,7 +21,7 @@ from common.ranks.zero3 import is_sharded
 
 NO_DECAY_NAMES = ("bias", "norm", "ln_", "layernorm")
 MAX_BUCKET = 200_000_000  # elements; DeepSpeed requires an even number
-HYBRID_SECTION = "hybrid_engine"  # in --ds_config, makes DeepSpeed build its own hybrid engine
+HYBRID_SECTION = "hybrid_engine"  # in --ds_config, with which DeepSpeed builds its own engine
 
 
 def load_overrides(args: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from common.ranks.zero3 import OwnedRun, find_owned_runs, is_sharded
 MOMENTUM = 0.95
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # kellerjordan.github.io/posts/muon
-RMS = 0.2  # of an AdamW update (the paper's figure), so that its learning rates suit Muon
+RMS = 0.2  # of an AdamW update (figure of the paper), so that AdamW's learning rates suit Muon
 
 
 def shape_of(parameter: nn.Parameter) -> torch.Size:

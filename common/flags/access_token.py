@@ -10,7 +10,7 @@ from pathlib import Path
 from common.flags.problems import Problems
 
 SERVER_VARIABLE = "TRIPTYCH_TOKEN"
-CLIENT_VARIABLE = "TRIPTYCH_REWARD_TOKEN"  # takes precedence, if a server's token differs
+CLIENT_VARIABLE = "TRIPTYCH_REWARD_TOKEN"  # takes precedence; for a server with another token
 JUDGE_VARIABLE = "TRIPTYCH_JUDGE_TOKEN"  # separate: a judge may be an external service
 
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from common.flags.other_names import IGNORED, OLDER_NAMES, REMOVED, SWITCHES, WITHOUT_VALUE, split_values
 from common.flags.problems import KINDS, RANGE, Problems, describe_range, is_usable, shortened
 
-MOST_SHOWN = 40  # most flags that --help shows without a selection
+MOST_SHOWN = 40  # with more flags, --help shows only the usual ones
 REQUIRED = object()
 T = TypeVar("T")
 
@@ -202,7 +202,7 @@ def parse_args(
 
 
 def _apply_switches(given: dict[str, Any], problems: Problems) -> None:
-    """Add the flags that the given switches stand for."""
+    """Add the flags that the given switches set."""
     for name in [name for name in SWITCHES if name in given]:
         (flag_name, value) = SWITCHES[name]
         text = given[name].lower()

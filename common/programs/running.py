@@ -34,7 +34,7 @@ def run_program(program: Callable[[], None]) -> None:
     settle_streams()
     quiet_libraries()
     watchdog.tell_phases()
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell ignores SIGINT
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # unless a shell ignores it
         signal.signal(signal.SIGINT, _leave_at_once)
     code, cause = 0, None
     try:

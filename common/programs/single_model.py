@@ -191,7 +191,7 @@ def train(
     """Start or resume a run, train it to its end, and write the trained model and its adapter.
 
     `held_out` are the rows of an evaluation. `reference` is saved in checkpoints with the model; before the
-    first step it computes its log-probabilities of the rows. Raises Stopped if the run is asked to stop,
+    first step it computes its log-probabilities of the rows. Raises Stopped after a request to stop,
     TooManyBadSteps if too many steps are skipped. Every rank must call this.
     """
     args = start.args

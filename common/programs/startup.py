@@ -165,7 +165,7 @@ def check_device(dtype: str, problems: Problems) -> list[str]:
 
 
 def _check_hidden_gpu(problems: Problems) -> list[str]:
-    """Add a problem if torch does not see the machine's GPU; return a note if the user asked for that."""
+    """Add a problem if torch does not see the machine's GPU; return a note if the user has hidden it."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
     if shown.strip() in ("", "-1"):
         return [f"CUDA_VISIBLE_DEVICES={shown} in the environment hides the GPUs: this runs on the CPUs"]
@@ -221,7 +221,7 @@ def as_problem(problems: Problems) -> Iterator[None]:
             raise
         text = str(error)
         if isinstance(error, OSError):
-            if error.filename is None:  # from a connection, or another rank's
+            if error.filename is None:  # of a connection, or from another rank
                 raise
             text = (
                 f"{error.filename} cannot be used ({error.strerror}); {cure_of_write(error)}, or give "
@@ -280,4 +280,4 @@ def _fix_orders_of_sums() -> None:
     """Make torch, cuBLAS and flash-attn deterministic; before the first GEMM."""
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
     torch.use_deterministic_algorithms(True)  # warn_only would leave torch's attention non-deterministic
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs a pass each
+    torch.utils.deterministic.fill_uninitialized_memory = False  # debugging aid; costs a pass per allocation

@@ -55,7 +55,7 @@ class Verdict(NamedTuple):
 
     text: str  # names the first rank to fail and where it was
     rank: int
-    stuck: Process | None = None  # killed by a rank on its machine, for it reads no verdict
+    stuck: Process | None = None  # a rank on its machine kills it: it cannot read the verdict
     by: int = -1  # rank that posted it
 
 
@@ -147,7 +147,7 @@ class FailureDetector(threading.Thread):
     def look(self) -> Verdict | None:
         """Send a heartbeat, check the others, and return the verdict; None while all is well or undecided."""
         self._num_looks += 1
-        is_store_of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun
+        is_store_of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # set by torchrun
         if 0 in self.beats and is_dead(self.beats[0].process) and not is_store_of_launcher:
             raise dist.DistStoreError("it was in rank 0")  # its children may keep its sockets open
         self._beat(self.store)

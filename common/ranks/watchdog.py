@@ -1,7 +1,7 @@
 """The phase that each rank is in, for messages and timers; and the exit of a rank when it or another one
 fails.
 
-Nothing is watched in a world of one.
+Nothing is monitored in a world of one.
 """
 
 import atexit

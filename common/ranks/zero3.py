@@ -134,7 +134,7 @@ class OptimizerStates:
         self.pinned: list[tuple[torch.Tensor, torch.Tensor]] = []  # (state, its CPU copy)
 
     def offload(self) -> None:
-        """Move them to the CPU. Raises what DeepSpeed raises if parameters are offloaded."""
+        """Move the states to the CPU. Raises DeepSpeed's error if parameters are offloaded."""
         if not self.is_ours:
             self.engine.offload_states(include=STATES)
             return

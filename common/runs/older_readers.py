@@ -57,7 +57,7 @@ def _add_rope(config: dict[str, Any]) -> None:
     if family in SCALING_KEYS:
         scaling["type"] = scaling["rope_type"]
         scaling = {key: scaling[key] for key in SCALING_KEYS[family] if key in scaling}
-    if LOCAL not in names and len(scaling) > 1:  # not null, which transformers 5 reads as no RoPE
+    if LOCAL not in names and len(scaling) > 1:  # null would unset rope_parameters in transformers 5
         config["rope_scaling"] = scaling
 
 

@@ -1,4 +1,4 @@
-"""The life of a run on disk: it starts or resumes, saves checkpoints when due, and stops on request."""
+"""Lifecycle of a run on disk: start or resume, checkpoints when due, stop on request."""
 
 import contextlib
 import dataclasses
@@ -47,11 +47,11 @@ PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "datasets", "num
 
 
 class Stopped(Exception):  # noqa: N818  (not an error)
-    """The run was asked to stop, and its state is saved; the message says where. Raised on every rank."""
+    """The run was stopped on request with its state saved; the message says where. Raised on every rank."""
 
 
 class Run(Stateful):
-    """The life of one program's run. Every rank must create and use one together.
+    """Lifecycle of a program's run. Every rank must create one and call its methods together.
 
     Its own part of a checkpoint is its progress; `parts` are the others. `rows` has the numbers of rows per
     step and per optimizer step over all ranks, each keyed by the flags whose product with the number of ranks
@@ -119,7 +119,7 @@ class Run(Stateful):
                     f"choose them so that their product stays {before}"
                 )
         self.step, self.facts = state["step"], state["facts"]
-        self.num_refused = state.get("num_refused", 0)  # missing in older checkpoints
+        self.num_refused = state.get("num_refused", 0)  # stored elsewhere in older checkpoints
         self.num_updates = state.get("num_updates", max(self.step - self.num_refused, 0))
 
     def begin(self) -> None:
@@ -178,7 +178,7 @@ class Run(Stateful):
             return
         for folder in list(checkpoints.iterdir()):
             order = checkpoint_order(folder.name)
-            if order and order > checkpoint_order(self.last_saved):  # of the superseded course of the run
+            if order and order > checkpoint_order(self.last_saved):  # superseded by this resume
                 aside = folder.with_name(folder.name + ".superseded")
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.rename(aside)
@@ -213,9 +213,9 @@ class Run(Stateful):
         }
 
     def point(self, step: int, position: str = "") -> None:
-        """Save the state after a step if --save_interval asks for it. Every rank must call this.
+        """Save the state after a step if --save_interval requires it. Every rank must call this.
 
-        A run that was asked to stop also saves at a `position` within the step and exits: raises Stopped, or
+        After a request to stop, also saves at a `position` within the step and exits: raises Stopped, or
         SaveFailed if that checkpoint could not be written.
         """
         name = checkpoint_name(step, position)
