@@ -86,7 +86,7 @@ def serve(argv: list[str]) -> None:
     )
     paths = _named_paths(args.models, problems)
     token = server_token(args.token_file, problems)
-    bound = bind(args.host, args.port, problems)  # before a model is loaded for nothing
+    bound = bind(args.host, args.port, problems)  # fails before a model is loaded
     is_local = bound is not None and is_loopback(bound)
     problems.add_if(
         bound is not None and not is_local and not token,

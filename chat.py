@@ -77,10 +77,9 @@ def printable(text: str) -> str:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Context with an event that Ctrl-C sets, and does nothing else. Main thread only.
+    """Context with an event; Ctrl-C sets the event and has no other effect. Main thread only.
 
-    A second Ctrl-C before the response has ended has its effect from before the context: it leaves the
-    program.
+    A second Ctrl-C before the response has ended calls the previous handler, which exits the program.
     """
     is_interrupted = threading.Event()
     before = signal.getsignal(signal.SIGINT)
@@ -105,18 +104,18 @@ class OneAfterAnother(contextlib.nullcontext):
 
 
 class SideBySide(Live):
-    """Two texts in two columns of a terminal; a context that draws them as they grow, and leaves them
-    there.
+    """Context that draws two texts in two columns of a terminal as they grow, and leaves the final texts on
+    the screen.
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        # A live picture that is taller than the screen cannot be redrawn: it is cut, and printed whole below.
+        # A live display taller than the screen cannot be redrawn: it is cropped, then printed whole below.
         console = console or Console(highlight=False)
         self._texts: list[Text] = []
         super().__init__(console=console, transient=True, get_renderable=self._table)
 
     def __enter__(self) -> "SideBySide":
-        # Text objects, never markup: [red] in an answer is an answer's.
+        # Text objects, not markup: [red] in a response is literal text.
         self._texts = [Text(overflow="fold"), Text(overflow="fold")]
         return super().__enter__()
 
@@ -146,12 +145,12 @@ class Conversation:
     said: list[Message] = field(default_factory=list)
 
 
-Score = Callable[[list[Message]], str]  # of a conversation's last message as an answer to those before it
+Score = Callable[[list[Message]], str]  # of the last message as a response to those before it
 
 
 @dataclass
 class Session:
-    """Conversations with one or two models, led line by line; `system` starts each, unless it is empty."""
+    """Conversations with one or two models, line by line; `system` starts each, unless it is empty."""
 
     conversations: list[Conversation]
     display: OneAfterAnother | SideBySide
@@ -188,7 +187,7 @@ class Session:
             if path.exists():
                 raise FileExistsError(errno.EEXIST, "File exists")
             write_file(path, "".join(lines))
-        except (OSError, RuntimeError) as error:  # a RuntimeError where ~NAME is nobody
+        except (OSError, RuntimeError) as error:  # RuntimeError: no user of ~NAME
             reason = getattr(error, "strerror", error)
             return f"/save {name}: it cannot be written ({reason}); give the name of a new file"
         return f"saved to {path}"
@@ -210,7 +209,7 @@ class Session:
         return HELP if word == "/help" else f"{word} is not a command; /help lists them"
 
     def answer(self, text: str) -> None:
-        """Show every model's answer to a message; the oldest turns are left out when room runs short."""
+        """Show every model's response to a message; the oldest turns are dropped if they do not fit."""
         with interruptible() as is_interrupted, self.display:
             for number, conversation in enumerate(self.conversations):
                 show = functools.partial(self.display.add, number)
@@ -223,7 +222,7 @@ class Session:
 
                 try:
                     [reply] = conversation.answerer.answer(self.whole(said), on_text=tell)
-                except ValueError as error:  # the chat template rejects this dialogue
+                except ValueError as error:  # the chat template rejects this conversation
                     show(f"no answer: {error}\n")
                     continue
                 conversation.said = [*said, Message("assistant", reply)]
@@ -251,7 +250,7 @@ def load_score(args: ChatArguments, problems: Problems) -> Score | None:
     def score(messages: list[Message]) -> str:
         try:
             segments = template.segments(messages[:-1], messages[-1].content)
-        except ValueError as error:  # the model of --reward may have a form that refuses a system message
+        except ValueError as error:  # the reward model's template may reject a system message
             return f"no score: {error}"
         row = template.encode(segments, scorer.max_tokens - len(closing_ids))
         return f"score {scorer.score_rows([row])[0]:.3f}"
@@ -287,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     problems.exit_if_any()
     startup.print_notes(args, argv)
     session = load_session(args, problems)
-    if hasattr(sys.stdin, "reconfigure"):  # bytes that are no text must not end a conversation
+    if hasattr(sys.stdin, "reconfigure"):  # invalid UTF-8 must not end a conversation
         sys.stdin.reconfigure(errors="replace")
     is_terminal = sys.stdin.isatty()
     if is_terminal:

@@ -4,8 +4,8 @@
     python export.py output/ppo/checkpoints/step-000200 --output output/ppo-200
     python export.py output/ppo --output output/ppo-average --what ema     (the newest checkpoint of a run)
 
-Runs in one process on the CPU, whatever the run used. The model that the run started from must be where it
-was; the data are not needed.
+Runs in one process on the CPU, whatever the run used. The model that the run started from must still be at
+the same path; the data are not needed.
 """
 
 import dataclasses
@@ -117,7 +117,7 @@ def build_metadata(args: Any, what: str, state: dict[str, Any]) -> dict[str, Any
 def check(
     args: CheckpointExportArguments, checkpoint: Checkpoint, flags: Any, part: str, problems: Problems
 ) -> Any:
-    """The run's tokenizer, after checking that the requested model is there; exits if it is not."""
+    """The run's tokenizer, after checks that the checkpoint has the requested model; exits if it does not."""
     if not checkpoint.files(part):
         problems.add(f"--what {args.what}: {checkpoint.folder} has none, because the run had none")
     has_lora = getattr(flags, "lora_dim", 0) or getattr(flags, "actor_lora_dim", 0)
@@ -136,7 +136,7 @@ def check(
     origin = f"the run's {origins[0]}"
     path = getattr(flags, origins[0].removeprefix("--"))
     tokenizer = model_checks.check_tokenizer(origin, path, flags, problems)
-    conversation_form.find_template(origin, path, flags, tokenizer, problems)  # sets its EOS
+    conversation_form.find_template(origin, path, flags, tokenizer, problems)  # may set its EOS
     problems.exit_if_any()
     return tokenizer
 
@@ -172,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     is_scorer = isinstance(module, ValueModel)
     model = module.classifier if is_scorer else language_model(module)
     metadata = build_metadata(flags, args.what, state)
-    if "chat_template_kwargs" not in checkpoint.meta["args"]:  # of a version that read at the end of turn
+    if "chat_template_kwargs" not in checkpoint.meta["args"]:  # from a version that scored at the end of turn
         metadata.pop(conversation_form.READS_CLOSING, None)
     if args.what == "adapter":
         save_adapter(args.output, model, tokenizer, metadata=metadata)

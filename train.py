@@ -30,12 +30,12 @@ from common.runs.run_files import REPORT, STOPPED
 from training_scripts.launch_table import DEPLOYMENTS, STEPS, find_script, run_flags, script_flags
 
 ROOT = Path(__file__).resolve().parent
-# Exit codes of the programs.
+# Exit code of the programs for rejected flags.
 BAD_INPUT = 2
-# DeepSpeed-Chat's words for a model are sizes of OPT.
+# DeepSpeed-Chat's model names are sizes of OPT.
 SIZES = {s: f"facebook/opt-{s}" for s in ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")}
-RUN = "training_scripts/run.sh"  # for a model without a script of its own
-NAMES = {1: "sft", 2: "reward", 3: "ppo"}  # of the steps, as run.sh and our flags call them
+RUN = "training_scripts/run.sh"  # for a model without its own script
+NAMES = {1: "sft", 2: "reward", 3: "ppo"}  # of the steps, in run.sh and our flags
 
 
 @dataclass
@@ -126,7 +126,7 @@ def check(args: TrainArguments, problems: Problems) -> None:
         check_vocabularies(args, problems)
     folders = [
         d for d in args.data_path if Path(d.rpartition(":")[0], "README.md").is_file()
-    ]  # and configurations
+    ]  # FOLDER:CONFIGURATION
     args.data_path = [
         str(Path(d).absolute()) if Path(d).exists() or d in folders else d for d in args.data_path
     ]
@@ -145,7 +145,7 @@ def check_vocabularies(args: TrainArguments, problems: Problems) -> None:
 
     from common.data.tokenizer import vocabulary_difference
 
-    with contextlib.suppress(Exception):  # OSError, ValueError, KeyError ... by what is missing
+    with contextlib.suppress(Exception):  # OSError, ValueError, KeyError, ...
         tokenizers = [AutoTokenizer.from_pretrained(m, trust_remote_code=False) for m in (actor, reward)]
         difference = vocabulary_difference(*tokenizers)
         problems.add_if(
@@ -172,7 +172,7 @@ def build_launch(args: TrainArguments, step: int) -> Launch:
         variables["ACTOR_MODEL"] = str(step_folder(args, 1) / "export")
         variables["CRITIC_MODEL"] = str(step_folder(args, 2) / "export")
         stages = {"--actor_zero_stage": actor_stage, "--critic_zero_stage": reward_stage}
-    # The user's flags stand last, and win.
+    # The user's flags come last and take precedence.
     words += ["--data_path", *args.data_path] if args.data_path else []
     words += [word for flag_name, stage in stages.items() if stage for word in (flag_name, stage)]
     words += shlex.split(more_flags(args)[NAMES[step]])
@@ -180,7 +180,7 @@ def build_launch(args: TrainArguments, step: int) -> Launch:
 
 
 def plan_words(args: TrainArguments, step: int) -> list[str]:
-    """Flags with which tools.plan tells whether a step fits this machine's GPUs.
+    """Arguments of tools.plan, which checks whether a step fits this machine's GPUs.
 
     Models that earlier steps will train are planned with the size of their bases.
     """
@@ -203,8 +203,8 @@ def plan_words(args: TrainArguments, step: int) -> list[str]:
 def run_group(command: Sequence[str], **options: Any) -> tuple[int, bool]:
     """Exit code of a command, and whether a signal asked it to stop; `options` are subprocess.Popen's.
 
-    The command is a process group of its own: Ctrl-C reaches it once, through this process, which passes
-    signals on and waits for the whole group.
+    The command runs in a separate process group: Ctrl-C reaches it once, through this process, which forwards
+    signals and waits for the whole group.
     """
     signals: list[int] = []
     group = 0
@@ -212,18 +212,18 @@ def run_group(command: Sequence[str], **options: Any) -> tuple[int, bool]:
     def pass_on(number: int, _: Any) -> None:
         signals.append(number)
         if group:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
+            with contextlib.suppress(ProcessLookupError):  # the group has just ended
                 os.killpg(group, number)
 
     handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         child = subprocess.Popen(command, start_new_session=True, **options)
         group = child.pid
-        if signals:  # before there was a group
+        if signals:  # received before the group existed
             os.killpg(group, signals[0])
-        while child.poll() is None:  # not one long wait: the signal may go to another thread
+        while child.poll() is None:  # polling, because a signal may go to another thread
             time.sleep(0.1)
-        # Bash and DeepSpeed's runner die by the signal at once: the programs are still saving.
+        # Bash and DeepSpeed's runner exit on the signal at once, while the programs are still saving.
         with contextlib.suppress(ProcessLookupError):
             while signals:
                 os.killpg(group, 0)
@@ -232,7 +232,7 @@ def run_group(command: Sequence[str], **options: Any) -> tuple[int, bool]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     code = child.returncode
-    if code < 0:  # killed by a signal; a shell's code for that
+    if code < 0:  # killed by a signal: use the shell's exit code
         code = 128 - code
     return code, bool(signals)
 
@@ -261,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(TrainArguments, words, description=__doc__.splitlines()[0], problems=problems)
     check(args, problems)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    env = os.environ | {"PATH": path, "NO_PLAN": "1"}  # run.sh's: all steps are planned here
+    env = os.environ | {"PATH": path, "NO_PLAN": "1"}  # for run.sh: all steps are planned here
     has_gpu = shutil.which("nvidia-smi") or shutil.which("rocm-smi")
     for step in args.step if has_gpu and not args.no_plan and not args.dry_run else ():
         code, was_asked = run_group([sys.executable, "-m", "tools.plan", *plan_words(args, step)], cwd=ROOT)

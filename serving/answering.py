@@ -1,6 +1,6 @@
 """A saved model that responds to conversations, for chat.py, prompt_eval.py and the arena.
 
-# N answers to a prompt, T tokens, V vocabulary
+# N responses to a prompt, T tokens, V vocabulary, H hidden size
 """
 
 import dataclasses
@@ -41,12 +41,12 @@ from common.ranks import distributed
 from common.ranks.failures import first_line
 from serving.text_stream import Answer, TextStream
 
-_MIN_PROMPT_TOKENS = 8  # that stay, however long an answer may be
-_ENDLESS_POSITIONS = 4096  # of a model without a limit of its own (ALiBi): what a terminal needs at most
-_MOST_CHARACTERS = 32  # that a token has in the mean: a longer text is refused before it is tokenised
+_MIN_PROMPT_TOKENS = 8  # reserved for the prompt, whatever the response limit
+_ENDLESS_POSITIONS = 4096  # for a model without a limit (ALiBi); enough for a terminal
+_MOST_CHARACTERS = 32  # maximum mean per token; a longer text is rejected before it is tokenised
 _SAMPLE_ID_BITS = 48
-_POSITIONS_AT_A_TIME = 128  # whose logits are held together
-_device_lock = threading.Lock()  # the device computes for one request, of all models
+_POSITIONS_AT_A_TIME = 128  # whose logits are in memory at once
+_device_lock = threading.Lock()  # the device computes for one request at a time, over all models
 
 
 @dataclass
@@ -72,12 +72,12 @@ class SamplingArguments(AnsweringArguments):
 class Sampling:
     """Sampling options of a response."""
 
-    max_new_tokens: int  # 0: no answer is wanted, only scores of the prompt
-    temperature: float = 1.0  # 0 takes the likeliest token
+    max_new_tokens: int  # 0: no response, only scores of the prompt
+    temperature: float = 1.0  # 0: greedy
     top_k: int = 0
     top_p: float = 1.0
-    stop: tuple[str, ...] = ()  # an answer ends before the first of these texts
-    seed: int | None = None  # the same answers whenever it is given; None: random numbers not used yet
+    stop: tuple[str, ...] = ()  # a response ends before the first of these texts
+    seed: int | None = None  # equal seeds give equal responses; None: new random numbers
     num_answers: int = 1
 
 
@@ -85,11 +85,11 @@ class TokenScore(NamedTuple):
     """Text and log-probability of a token, and the likeliest tokens at its position with theirs."""
 
     text: str
-    logprob: float | None  # None, and no `top`, of the very first token
+    logprob: float | None  # None, as is `top`, for the first token
     top: list[tuple[str, float]] | None
 
 
-TextCallback = Callable[[int, str], bool]  # gets (number of the answer, its next text); True: no more of it
+TextCallback = Callable[[int, str], bool]  # gets (index of a response, its next text); True ends it
 
 
 class Answerer:
@@ -177,7 +177,7 @@ class Answerer:
         if sampling.seed is None:
             first = self._next_sample_id
             self._next_sample_id += sampling.num_answers
-        # A longer conversation needs a larger block: its size doubles, so that few turns have to make one.
+        # A longer conversation needs a larger cache block: its size doubles, so that few turns allocate one.
         doubled = 1 << (len(prompt_ids) + options.max_new_tokens - 1).bit_length()
         self._generator.max_length = min(doubled, self.max_length)
         limit = min(sampling.max_new_tokens, options.max_new_tokens, self.max_length - len(prompt_ids))
@@ -196,7 +196,7 @@ class Answerer:
         Raises ValueError if it has more characters than could fit, or the template cannot render it.
         """
         self._check_characters([message.content for message in messages])
-        if self.template.keeps_headers:  # as other programs render it, white space and all
+        if self.template.keeps_headers:  # white space unchanged, as other programs render it
             messages = [Turn(*message) for message in messages]
         segments = self.template.segments(tuple(messages), None)
         return self.template.encode(segments, sys.maxsize).input_ids
@@ -240,14 +240,14 @@ class Answerer:
         inputs, slots = inputs.to(self.model.device, torch.arange(len(ids) - 1))
         logits_of = read_logit_transform(self.model.config).transform
         head = self.model.get_output_embeddings()
-        numbers: list[tuple[float, list[float], list[int]]] = []  # logprob; the likeliest ones' and their ids
+        numbers: list[tuple[float, list[float], list[int]]] = []  # logprob, top logprobs, top ids
         with _device_lock:
             hidden = compute_hidden(self.model, inputs)[slots].split(_POSITIONS_AT_A_TIME)  # (T - 1, H)
             for states, expected in zip(hidden, ids[1:, None].split(_POSITIONS_AT_A_TIME), strict=True):
                 logprobs = logits_of(head(states).float())[:, : self.num_token_ids].log_softmax(-1).cpu()
                 columns = logprobs.gather(1, expected)[:, 0], *logprobs.topk(num_top)
                 numbers += zip(*(column.tolist() for column in columns), strict=True)
-        # Texts are made outside of the lock: others may use the device meanwhile.
+        # Tokens are decoded outside the lock, so that other requests can use the device.
         scores = [TokenScore(decode(token_ids[:1]), None, None)]
         for token_id, (logprob, values, likeliest) in zip(token_ids[1:], numbers, strict=True):
             top = [(decode([i]), value) for i, value in zip(likeliest, values, strict=True)]
@@ -295,7 +295,8 @@ def load_template(
     """The template of the model at `path`; None after adding the problem if it cannot respond (for a ranker:
     score).
 
-    It is --template, or else what the model at `trained_path` (empty: at `path`) was trained with.
+    It is --template, or else the template that the model at `trained_path` (empty: at `path`) was trained
+    with.
     """
     config = model_checks.check_model(flag_name, path, args, problems, takes_adapter=True)
     if config is None:
@@ -309,7 +310,7 @@ def load_template(
         problems.add(f"{flag_name} {path}: {reason}; {cure}")
     tokenizer = model_checks.check_tokenizer(flag_name, path, args, problems)
     startup.print_note(*model_checks.check_new_tokens(flag_name, config, tokenizer, args, problems))
-    own = dataclasses.replace(args)  # each model has a template of its own
+    own = dataclasses.replace(args)  # each model has its own template
     template, notes = conversation_form.find_template(
         flag_name, trained_path or path, own, tokenizer, problems
     )
@@ -352,9 +353,9 @@ def merge_adapter(model: PreTrainedModel, path: str) -> PreTrainedModel:
     if missing or loaded.unexpected_keys:
         names = [*missing, *loaded.unexpected_keys]
         raise ValueError(f"{path} is not an adapter of its base model: {len(names)} weights do not match")
-    with torch.no_grad():  # as the export was merged, to the bit
+    with torch.no_grad():  # bit-identical to a merged export
         for weight in trained_weights(adapted).values():
             if weight.lora_a is not None:
                 weight.parameter.copy_(weight.merged())
                 weight.lora_b.zero_()
-    return adapted.merge_and_unload()  # the magnitudes of DoRA, embeddings: what we never train
+    return adapted.merge_and_unload()  # the rest, which we never train: DoRA magnitudes, embeddings

@@ -24,7 +24,7 @@ from serving.web_server import Emit, Guard, Refused, build_app, stream_from_thre
 
 _PAGE = Path(__file__).with_name("page")
 _OPEN_PATHS = ("/", *(f"/{path.name}" for path in _PAGE.iterdir()))
-_Text = Annotated[str, StringConstraints(min_length=0)]  # no half characters: pydantic looks for a length
+_Text = Annotated[str, StringConstraints(min_length=0)]  # pydantic's length check rejects lone surrogates
 
 
 @dataclass
@@ -46,16 +46,16 @@ class Judgement:
 
 @dataclass
 class BlindPairs:
-    """Asks models in pairs; stores their responses and people's judgements. Methods raise Refused."""
+    """Prompts models in pairs; stores their responses and people's judgements. Methods raise Refused."""
 
     models: Mapping[str, Answerer]  # by name
     store: JudgementStore
     sampling: Sampling
-    prompts: Iterator[tuple[Sequence[Message], str]] | None = None  # of --data_path
-    generator: random.Random = field(default_factory=random.SystemRandom)  # chooses and shuffles the models
+    prompts: Iterator[tuple[Sequence[Message], str]] | None = None  # from --data_path
+    generator: random.Random = field(default_factory=random.SystemRandom)  # selects and orders the models
     _prompts_lock: threading.Lock = field(default_factory=threading.Lock)
 
-    # ---- asking
+    # ---- new pairs
 
     def ask(self, asked: NewPair) -> Pair:
         """A new pair, without responses yet."""
@@ -75,7 +75,7 @@ class BlindPairs:
         before = self.store.get(asked.follows)
         if before.choice not in ("a", "b", "tie"):
             raise Refused(422, "only a preferred answer can be followed up; start a new conversation")
-        answer = before.answer_b if before.choice == "b" else before.answer_a  # A's after a tie
+        answer = before.answer_b if before.choice == "b" else before.answer_a  # A's response after a tie
         prompt = [*before.prompt, Message("assistant", answer or ""), said]
         return self._create(prompt, "follow-up", [before.model_a, before.model_b])
 
@@ -97,14 +97,14 @@ class BlindPairs:
                 reason = self.models[name].why_too_long(self.models[name].encode(prompt))
             except ValueError as error:
                 reason = str(error)
-            if reason:  # names stay hidden: the person may write another prompt for the same two
+            if reason:  # without the name: another prompt for the same two may follow
                 raise Refused(422, f"one of the models cannot be asked: {reason}")
         return self.store.add_pair(prompt, source, *names, asdict(self.sampling))
 
-    # ---- answering
+    # ---- responses
 
     def answer(self, pair: Pair, emit: Emit, is_gone: threading.Event) -> None:
-        """Generate both responses, one after the other, and emit them; stop when nobody listens any more.
+        """Generate both responses, one after the other, and emit them; stop if the client disconnects.
 
         Each response is stored as soon as it is complete. A model's errors are shown and stored too.
         """
@@ -122,7 +122,7 @@ class BlindPairs:
                     return
                 self.store.set_answer(pair.id, side, answer.text)
                 emit({"event": "end", "side": side, "text": answer.text, "finish": answer.finish_reason})
-            except Exception as error:  # a device's, a library's, the disk's: the person must hear of each
+            except Exception as error:  # of device, library or disk: all are shown to the user
                 message = kind_and_line(error)
                 print(f"error: {name} gave no answer: {message}", file=sys.stderr, flush=True)
                 self.store.set_answer(pair.id, side, None, message)
@@ -134,7 +134,7 @@ class BlindPairs:
     # ---- judging
 
     def view(self, pair: Pair) -> dict[str, Any]:
-        """A pair as the page may see it: with names only after it was judged."""
+        """A pair as the page shows it: with names only after it was judged."""
         shown = {
             "id": pair.id,
             "prompt": [message.as_dict() for message in pair.prompt],
@@ -149,14 +149,14 @@ class BlindPairs:
 def create_app(
     arena: BlindPairs, *, max_request_bytes: int, token: str = "", is_local: bool = False
 ) -> Guard:
-    """The application. With a token every request but that for the empty page needs it, as Authorization:
-    Bearer TOKEN. `is_local`: see Guard.
+    """The application. With a token, every request except those for the static page must carry it, as
+    Authorization: Bearer TOKEN. `is_local`: see Guard.
     """
     app = build_app(max_request_bytes)
 
     @app.get("/api/state")
     def state() -> dict[str, Any]:
-        """What the page needs at the start."""
+        """State that the page loads at the start."""
         return {"has_prompts": arena.prompts is not None, "num_models": len(arena.models)}
 
     @app.post("/api/pairs")
@@ -167,7 +167,7 @@ def create_app(
         def answer(emit: Emit, is_gone: threading.Event) -> None:
             arena.answer(pair, lambda event: emit(json_line(event)), is_gone)
 
-        # A failure that could not be kept either.
+        # `failed` handles only errors that could not be stored either.
         lines = stream_from_thread(
             answer, lambda error: json_line({"event": "failed", "message": first_line(error)})
         )

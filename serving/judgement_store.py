@@ -1,4 +1,4 @@
-"""Pairs of responses and people's judgements in one SQLite file; as win rates and as training data.
+"""Pairs of responses and people's judgements in one SQLite file; win rates, and export as training data.
 
 Everything accepted is on the disk before the call returns (WAL, synchronous=FULL): a crash loses nothing.
 """
@@ -20,7 +20,7 @@ from common.models.tensor_ops import wilson_interval
 from common.runs.durable_files import json_line, write_file
 from serving.web_server import Refused
 
-_APPLICATION_ID = 0x54524950  # "TRIP": tells an arena's file from other programs'
+_APPLICATION_ID = 0x54524950  # "TRIP": identifies an arena's file
 _VERSION = 1
 _BUSY_SECONDS = 10.0
 _SETTINGS = f"""
@@ -59,7 +59,7 @@ _SELECT = (
 
 @dataclass(frozen=True)
 class Pair:
-    """Two responses to a prompt; None until complete, or for good if there was an error."""
+    """Two responses to a prompt; None until complete, and after an error."""
 
     id: str
     prompt: tuple[Message, ...]
@@ -81,7 +81,7 @@ class Pair:
 class JudgementStore:
     """The file of an arena, shared by threads and by other processes.
 
-    Every statement is a transaction of its own. All methods raise Refused if the file cannot be used.
+    Every statement is a separate transaction. All methods raise Refused if the file cannot be used.
     """
 
     def __init__(self, path: Path) -> None:
@@ -101,7 +101,7 @@ class JudgementStore:
 
     def _prepare(self) -> None:
         run = self._connection.execute
-        # In this order: another arena may be making the file now, and its tables come last.
+        # In this order: another arena may be creating the file, and it creates the tables last.
         [num_tables] = run("SELECT count(*) FROM sqlite_master").fetchone()
         [owner] = run("PRAGMA application_id").fetchone()
         [version] = run("PRAGMA user_version").fetchone()
@@ -134,7 +134,7 @@ class JudgementStore:
         return pair
 
     def set_answer(self, pair_id: str, side: str, text: str | None, error: str | None = None) -> None:
-        """Store the complete response of side "a" or "b", or why there is none."""
+        """Store the complete response of side "a" or "b", or its error."""
         assert side in ("a", "b")
         statement = f"UPDATE pairs SET answer_{side} = ?, error_{side} = ? WHERE id = ?"
         self._run(statement, text, error, pair_id)
@@ -162,7 +162,7 @@ class JudgementStore:
         return [_pair(row) for row in self._run(f"{_SELECT} WHERE choice IS NOT NULL ORDER BY j.rowid")]
 
     def num_answered_by_models(self) -> Counter[frozenset[str]]:
-        """Number of pairs that each two models have answered."""
+        """Number of pairs with complete responses, by their two models."""
         answered = "answer_a IS NOT NULL AND answer_b IS NOT NULL"
         return Counter(map(frozenset, self._run(f"SELECT model_a, model_b FROM pairs WHERE {answered}")))
 

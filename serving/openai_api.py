@@ -25,21 +25,21 @@ from serving.web_server import Emit, Refused, error_body, server_error, stream_f
 MAX_ANSWERS = 16
 MAX_STOPS = 4
 MAX_LOGPROBS = 20
-MAX_PROMPTS = 256  # of one request
-MAX_STOP_CHARACTERS = 256  # each token of an answer is compared with all beginnings of a stop
-MAX_WAITING = 16  # requests that wait for their answers in one of the 40 threads; the others wait without
-# They name the asker, or say how tools would be called.
+MAX_PROMPTS = 256  # per request
+MAX_STOP_CHARACTERS = 256  # each token is compared with all prefixes of a stop text
+MAX_WAITING = 16  # requests that occupy one of the 40 threads; others wait without one
+# Fields that identify the client, or configure tool calls.
 _IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
-# Values, beside 0 and empty ones, with which fields that we do not have ask for nothing.
+# Values, besides 0 and empty ones, with which an unsupported field has no effect.
 _NOTHING = ("none", "auto", "default", {"type": "text"}, ["text"])
 
-# ---- what may be asked
+# ---- requests
 
 
 class _Fields(BaseModel):
     """Fields of exactly these types and no others; those whose value has no effect are dropped first."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", str_min_length=0)  # and no half characters
+    model_config = ConfigDict(strict=True, extra="forbid", str_min_length=0)  # rejects lone surrogates
 
     @model_validator(mode="before")
     @classmethod
@@ -217,7 +217,7 @@ def _entry(text: str, logprob: float | None) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-# ---- how it is answered
+# ---- responses
 
 
 def add_openai_routes(app: FastAPI, models: Mapping[str, Answerer], default: Sampling) -> None:

@@ -61,12 +61,12 @@ class PromptEvalArguments(AnsweringArguments):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Check, ask all models, print. `argv` defaults to sys.argv[1:]."""
+    """Check the flags, prompt all models, print the responses. `argv` defaults to sys.argv[1:]."""
     problems = Problems()
     args = parse_args(PromptEvalArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     import_plugins(args.plugins, problems)
     problems.exit_if_any()
-    trained = args.model_name_or_path_finetune  # whose form all are asked in
+    trained = args.model_name_or_path_finetune  # all models get prompts in its format
     models = {"baseline": args.model_name_or_path_baseline, "finetune": trained}
     if args.model_name_or_path_rlhf:
         models["rlhf"] = args.model_name_or_path_rlhf
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows = itertools.islice(read_prompts(args.data_path), args.num_prompts)
             prompts = [prompt for prompt, _ in rows]
         for prompt, template in itertools.product(prompts, templates.values()):
-            template.prompt_text(prompt)  # a chat template may refuse a dialogue
+            template.prompt_text(prompt)  # a chat template may reject a conversation
     problems.exit_if_any()
     startup.print_notes(args, argv)
     sampling = Sampling(
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for kind, template in templates.items():
             answerer = load_answerer(models[kind], template, args, sampling, seed=args.seed)
             answers[kind] = [answerer.answer(prompt) for prompt in prompts]
-            del answerer  # before the next model takes its memory
+            del answerer  # frees its memory for the next model
     for index, prompt in enumerate(prompts):
         print(f"\n{prompt[-1].content}")
         for kind in answers:

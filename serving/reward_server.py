@@ -32,7 +32,7 @@ from common.programs.reward_scorer import RewardScorer, load_frozen_value_model
 from common.runs.export import read_metadata
 from serving.web_server import Guard, Refused, address_of, bind, build_app, is_loopback, run_server
 
-ACCURACY = ("accuracy", "accuracy_low", "accuracy_high", "pairs")  # on held-out pairs, as exported
+ACCURACY = ("accuracy", "accuracy_low", "accuracy_high", "pairs")  # on held-out pairs, from triptych.json
 
 
 @dataclass
@@ -61,7 +61,7 @@ class ServeArguments(TokenizerArguments):
 
 @dataclass
 class ScoreRequest:
-    """Body of POST /score; `rows` is what step 3 sends to any reward, and is ignored."""
+    """Body of POST /score; step 3 sends `rows` to every reward; they are ignored."""
 
     prompts: list[str]
     responses: list[str]
@@ -87,7 +87,7 @@ def create_app(scorer: RewardScorer, args: ServeArguments, *, token: str = "") -
             limit = f"--max_text_characters {args.max_text_characters}"
             raise Refused(413, f"a text has {longest} characters, more than {limit}; send shorter ones")
         scores = scorer.score(body.prompts, body.responses)
-        if not all(map(math.isfinite, scores)):  # JSON has no word for them
+        if not all(map(math.isfinite, scores)):  # not representable in JSON
             raise Refused(500, "a score is not finite; serve the model with --dtype fp32")
         return {"scores": scores}
 
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model_checks.check_length(config, args.max_seq_len, "--max_seq_len", problems)
     tokenizer = config and model_checks.check_tokenizer("--model_name_or_path", name, args, problems)
     template, _ = conversation_form.find_template("--model_name_or_path", name, args, tokenizer, problems)
-    bound = bind(args.host, args.port, problems)  # before a model is loaded for nothing
+    bound = bind(args.host, args.port, problems)  # fails before a model is loaded
     problems.exit_if_any()
     startup.print_notes(args, argv)
     if not token and not is_loopback(bound):

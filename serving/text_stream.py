@@ -1,10 +1,10 @@
-"""PURE: the text of a response, token by token; chunks never change and add up to the whole decoded text."""
+"""Text of a response, token by token, in chunks that never change and add up to the decoded text. PURE."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_HALF = "\ufffd"  # what a decoder gives for bytes that are no whole character, or none yet
+_HALF = "\ufffd"  # decoded from an invalid or incomplete character
 
 
 @dataclass(frozen=True)
@@ -12,8 +12,8 @@ class Answer:
     """A model's response, and why it ended."""
 
     text: str
-    token_ids: list[int]  # as sampled, the stop token included
-    finish_reason: str  # "stop": it was at its end, or at a stop text; "length": at the limit; "cancelled"
+    token_ids: list[int]  # as sampled, including the stop token
+    finish_reason: str  # "stop": end of turn or stop text; "length": token limit; "cancelled"
 
 
 class TextStream:
@@ -21,8 +21,8 @@ class TextStream:
 
     Text that later tokens may change is held back: the bytes of an incomplete character, white space that may
     be the end, and the beginning of one of the texts in `stop`. White space around a response is stripped,
-    unless the stream `keeps_space`. A tokenizer's clean-up ("does n't" becomes "doesn't") is left out: it
-    moves earlier text.
+    unless the stream `keeps_space`. A tokenizer's clean-up ("does n't" becomes "doesn't") is not applied: it
+    changes earlier text.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class TextStream:
         self.on_text = on_text
         self.token_ids: list[int] = []
         self.text = ""
-        self.is_stopped = False  # one of `stop` was found: no more tokens are wanted
+        self.is_stopped = False  # one of `stop` occurred: no more tokens are needed
         self.is_cancelled = False  # by `on_text`
 
     def add(self, token_ids: Sequence[int]) -> bool:
@@ -64,7 +64,7 @@ class TextStream:
         return text if self.keeps_space else text.lstrip()
 
     def _give(self, text: str, *, is_whole: bool) -> None:
-        """Emit what is new and final in a text that is the whole response or its beginning."""
+        """Emit the new and final part of a text that is the whole response or its beginning."""
         if self.is_stopped or self.is_cancelled:
             return
         stops = [index for index in map(text.find, self.stop) if index >= 0]

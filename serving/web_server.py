@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException
 from common.flags.problems import Problems, shortened
 from common.ranks.failures import first_line
 
-# A page may load its own files and ask its own server; it runs nothing that stands in a text.
+# The page may load its own files and call its own server; scripts in a text are not run.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -40,11 +40,11 @@ _LOOPBACK_NAMES = ("127.0.0.1", "[::1]", "localhost")
 _OPENAI_CODES = {"extra_forbidden": "unsupported_parameter", "missing": "missing_required_parameter"}
 _OPENAI_KINDS = {401: "authentication_error", 403: "permission_error", 500: "server_error"}
 
-# ---- where it listens
+# ---- sockets
 
 
 def bind(host: str, port: int, problems: Problems) -> socket.socket | None:
-    """Listening socket, in which requests wait from now on; None after adding the problem."""
+    """Listening socket, which queues requests from now on; None after adding the problem."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
@@ -71,11 +71,11 @@ def run_server(app: Callable, bound: socket.socket) -> None:
     uvicorn.Server(config).run(sockets=[bound])
 
 
-# ---- how an error looks
+# ---- errors
 
 
 class Refused(HTTPException):
-    """A rejected request: HTTP status, what is wrong, and the cure.
+    """A rejected request: HTTP status, problem and cure.
 
     `param` names the field and `code` is OpenAI's error code, for clients of its protocol.
     """
@@ -91,7 +91,7 @@ class Refused(HTTPException):
 
 def error_body(error: Refused, path: str) -> dict[str, Any]:
     """Body of an error: `{"detail": ...}`, or OpenAI's form if the path belongs to its API."""
-    detail = error.detail.encode(errors="backslashreplace").decode()  # half characters of a request
+    detail = error.detail.encode(errors="backslashreplace").decode()  # lone surrogates in a request
     if not f"{path}/".startswith("/v1/"):
         return {"detail": detail}
     kind = _OPENAI_KINDS.get(error.status_code, "invalid_request_error")
@@ -113,14 +113,14 @@ def build_app(max_request_bytes: int) -> FastAPI:
     """Application without routes; a body that is too long is not read, and every error is one line of
     JSON.
     """
-    # No page of documentation: it would load scripts from elsewhere.
+    # No documentation page: it would load scripts from other sites.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, max_body_size=max_request_bytes)
 
     @app.exception_handler(RequestValidationError)
     def refuse_body(request: Request, error: RequestValidationError) -> Response:
         """Name the first wrong field; the library's own response repeats the whole request."""
         wrong = error.errors()[0]
-        # Fields and numbers; pydantic's names of kinds among them are no part of the request.
+        # Fields and indices only; pydantic's type names among them are not part of the request.
         place = [part for part in map(str, wrong["loc"]) if part.isalnum() or part.isidentifier()]
         value = "" if wrong["type"] == "missing" else f" {shortened(repr(wrong['input']))}"
         detail = f"{'.'.join(place)}{value}: {wrong['msg'].removeprefix('Value error, ')}"
@@ -140,7 +140,7 @@ def build_app(max_request_bytes: int) -> FastAPI:
 
     @app.exception_handler(Exception)
     def report(request: Request, error: Exception) -> Response:
-        """Respond with a device's or a library's error; the server's log has all of it."""
+        """Respond with the first line of a device or library error; the server's log has the traceback."""
         return error_response(server_error(error), request.url.path)
 
     return app
@@ -150,7 +150,7 @@ def _too_large(limit: int) -> Refused:
     return Refused(413, f"the body has more than --max_request_bytes {limit}; send less at once")
 
 
-# ---- whom it answers
+# ---- access control
 
 
 @dataclass
@@ -159,8 +159,8 @@ class Guard:
     all responses.
 
     A server that `is_local` accepts the loopback's host names only: any other name that resolves here is DNS
-    rebinding. A request with an Origin must come from this server's page. With a `token` it must carry that,
-    except for `open_paths`. A body with an announced length above the limit is not read at all.
+    rebinding. A request with an Origin must come from this server's page. With a `token`, a request must
+    carry it, except for `open_paths`. A body whose declared length is above the limit is not read at all.
     """
 
     app: FastAPI
@@ -197,7 +197,7 @@ class Guard:
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             raise Refused(403, "another site's page sent this request; use this server's own page")
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        # In constant time: how long a comparison takes must not tell how much of a guess is right.
+        # In constant time: the duration of a comparison must not reveal how much of a guess is right.
         is_right = hmac.compare_digest(given.strip().encode("latin-1"), self.token.encode())
         if self.token and path not in self.open_paths and not (is_right and scheme.lower() == "bearer"):
             raise Refused(401, "give the server's token: Authorization: Bearer TOKEN")
@@ -209,24 +209,24 @@ class Guard:
 # ---- streams
 
 Emit = Callable[[Any], None]
-Work = Callable[[Emit, threading.Event], None]  # the event is set when nobody listens any more
+Work = Callable[[Emit, threading.Event], None]  # the event is set when the client disconnects
 _END = object()
 
 
 async def stream_from_thread(work: Work, failed: Callable[[Exception], Any]) -> AsyncIterator[Any]:
-    """Yield what `work` emits in a thread, in order; `failed` turns an exception into the last item."""
+    """Yield items that `work` emits in a thread, in order; `failed` turns an exception into the last item."""
     loop = asyncio.get_running_loop()
     items = asyncio.Queue[Any]()
     is_gone = threading.Event()
 
     def put(item: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the server has ended, and its loop with it
+        with contextlib.suppress(RuntimeError):  # the server and its loop have ended
             loop.call_soon_threadsafe(items.put_nowait, item)
 
     def run() -> None:
         try:
             work(put, is_gone)
-        except Exception as error:  # a device's, a library's or the disk's: the client must be told
+        except Exception as error:  # of device, library or disk: sent to the client
             put(failed(error))
         finally:
             put(_END)

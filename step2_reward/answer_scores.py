@@ -20,7 +20,7 @@ class PairScores(NamedTuple):
 
     chosen: torch.Tensor  # (N,) fp32
     rejected: torch.Tensor  # (N,) fp32
-    values: torch.Tensor | None = None  # (total,) fp32, of all tokens end to end
+    values: torch.Tensor | None = None  # (total,) fp32, for all tokens end to end
 
 
 def build_pair_inputs(
@@ -41,7 +41,7 @@ def build_pair_inputs(
 
 
 def shared_length(row: dict[str, Any]) -> int:
-    """Number of tokens that both responses of a pair begin with."""
+    """Number of tokens in the common prefix of a pair's two responses."""
     pair = zip(row["chosen_ids"], row["rejected_ids"], strict=False)
     return next(
         (i for i, (a, b) in enumerate(pair) if a != b),

@@ -70,7 +70,7 @@ class RewardArguments(PairArguments, SharingArguments, SingleModelArguments):
 
     @property
     def kind(self) -> str:
-        """What is trained, as named in metrics and exports: reward, dpo or kto."""
+        """Name of the trained model in metrics and exports: reward, dpo or kto."""
         return {"dpo": "dpo", "ipo": "dpo", "kto": "kto"}.get(self.loss, "reward")
 
     @property
@@ -88,7 +88,7 @@ class RewardArguments(PairArguments, SharingArguments, SingleModelArguments):
 class RewardEvalArguments(SourceArguments, PairArguments, TokenizerArguments):
     """Evaluation of a reward model on any pairs."""
 
-    is_scored = True  # no flag: a reward model it is
+    is_scored = True  # not a flag: the model is always a reward model
 
     model_name_or_path: str = flag(
         REQUIRED, "reward model: the export/ folder of step 2, or a hub name", is_usual=True

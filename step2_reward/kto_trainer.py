@@ -1,6 +1,6 @@
 """Trainer of step 2 under --loss kto: a policy from single responses labelled good or bad.
 
-# N rated answers, each beside its prompt followed by an answer to another prompt
+# N rated answers, each next to its prompt followed by an answer to another prompt
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ ANSWER, MISMATCHED = SIDES = ("answer", "mismatched")
 class MismatchedRows(Dataset):
     """Labelled responses, each with `mismatched_ids`: its prompt, and a response to another prompt.
 
-    The order of the rows decides which response; nothing is random, and every epoch has the same.
+    The order of the rows determines which response; it is not random, and the same in every epoch.
     """
 
     def __init__(self, rows: Any, max_tokens: int) -> None:
@@ -38,7 +38,7 @@ class MismatchedRows(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         row, other = self.rows[index], self.rows[self.others[index]]
         answer = other["answer_ids"][other["answer_response_start"] :]
-        room = max(self.max_tokens - len(answer), 0)  # for the end of the prompt
+        room = max(self.max_tokens - len(answer), 0)  # tokens left for the end of the prompt
         start = min(row["answer_response_start"], room)
         prompt = row["answer_ids"][row["answer_response_start"] - start : row["answer_response_start"]]
         return row | {"mismatched_ids": prompt + answer, "mismatched_response_start": start}
@@ -49,14 +49,14 @@ class MismatchedRows(Dataset):
 
 
 def find_others(prompts: list[int]) -> list[int]:
-    """For each row, the next row with another prompt, wrapping around at the end; the next row of all if all
-    prompts are equal.
+    """For each row, the index of the next row with another prompt, wrapping around at the end; if all prompts
+    are equal, of the next row.
     """
     count = len(prompts)
     others = [(i + 1) % count for i in range(count)]
     if len(set(prompts)) < 2:
         return others
-    for i in reversed(range(2 * count)):  # twice: the last rows look on from the first
+    for i in reversed(range(2 * count)):  # twice, because the last rows wrap around
         here = i % count
         after = (i + 1) % count
         others[here] = others[after] if prompts[here] == prompts[after] else after
@@ -70,7 +70,7 @@ class KTOTrainer(Trainer):
     columns = ("loss", "kl", "accuracy", "desirable_reward", "undesirable_reward")
     sides = SIDES
     trained_sides = (ANSWER,)
-    baseline: torch.Tensor  # scalar, of the step
+    baseline: torch.Tensor  # scalar, set per step
 
     def compute_logprobs(self, batch: PackedBatch, *sides: str) -> torch.Tensor:
         """`compute_answer_logprobs` of the current policy."""
@@ -85,12 +85,12 @@ class KTOTrainer(Trainer):
 
     @torch.no_grad()
     def prepare(self, micro_batches: list[PackedBatch]) -> None:
-        """Compute the baseline of the step over the whole global batch, so that it does not depend on the cut
-        into micro-batches.
+        """Compute the baseline of the step over the whole global batch, so that it does not depend on the
+        split into micro-batches.
 
         Every rank must call this.
         """
-        self.engine.eval()  # as the reference was asked
+        self.engine.eval()  # as for the reference's log-probabilities
         with COSTS.clock("forward_backward"):
             self.baseline = kto_baseline(
                 gather_rows([self.compute_log_ratios(batch, MISMATCHED) for batch in micro_batches])

@@ -1,14 +1,13 @@
 #!/usr/bin/env python
 """Step 2, reward modelling: trains a model to predict which of two responses people prefer.
 
-With --loss dpo, ipo or kto a chat model learns it instead, and there is no step 3.
+With --loss dpo, ipo or kto a chat model is trained on the preferences instead, and there is no step 3.
 
 deepspeed --num_gpus 2 step2_reward/main.py --model_name_or_path SFT --data_path PAIRS --output_dir OUT
 python step2_reward/main.py --model_name_or_path SFT --data_path PAIRS --output_dir OUT     (one process)
 
-OUT/export loads with AutoModelForSequenceClassification.from_pretrained, whose score is the one at the last
-token whatever --reward_pooling says; after --loss dpo, ipo and kto
-with AutoModelForCausalLM.from_pretrained.
+OUT/export loads with AutoModelForSequenceClassification.from_pretrained, which scores at the last token
+regardless of --reward_pooling; after --loss dpo, ipo and kto with AutoModelForCausalLM.from_pretrained.
 --help lists the usual flags, --help_all all of them.
 """
 
@@ -76,8 +75,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     num_steps = training_loop.count_steps(args, len(rows.order))
     with startup.as_problem(start.problems), watchdog.phase("the loading of the model"):
         load = training_loop.load_policy if is_policy else training_loop.load_ranker
-        # Dropout is off unless asked for: a score that changes from one pass to the next cannot be ranked by,
-        # and a policy would differ from its reference before anything is learned.
+        # Dropout is off by default: a score that changes between passes cannot rank responses, and a policy
+        # would differ from its reference before training.
         model = load(args, start.ds_config, num_token_ids(start.tokenizer), dropout=args.dropout or 0.0)
         trainer = single_model.build_trainer(kind, start, model, num_steps)
     single_model.train(start, data, rows, trainer, held_out, reference)

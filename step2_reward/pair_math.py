@@ -1,9 +1,9 @@
 """Losses on preference pairs, for reward models and policies, and on labelled responses; ranking metrics.
 PURE.
 
-Losses are unreduced, one number a pair, in fp32. Sequences start at column 0 and are told by their lengths;
-what stands after them is never read. A metric takes the numbers of a whole evaluation, gathered from all
-ranks: none of them is a mean of means.
+Losses are unreduced, one number per pair, in fp32. Sequences start at column 0; columns after their lengths
+are never read. Metrics are computed from the values of a whole evaluation, gathered from all ranks, and are
+never means of means.
 
 # N pairs, T tokens of prompt and answer, right-padded
 """
@@ -79,7 +79,7 @@ def center_penalty(chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -
 class PairLosses(NamedTuple):
     """Scores of the two responses of each pair, and the loss."""
 
-    chosen: torch.Tensor  # (N,) fp32, a score, or DPO's reward: beta (log-probability - the reference's)
+    chosen: torch.Tensor  # (N,) fp32: score, or reward of DPO: beta (policy's - reference's logprob)
     rejected: torch.Tensor  # (N,) fp32
     loss: torch.Tensor  # (N,) fp32
 
@@ -183,8 +183,8 @@ def expected_calibration_error(score_differences: torch.Tensor, bins: int = 10) 
     """
     differences = score_differences.double()
     confidence = torch.sigmoid(differences.abs())
-    bin_index = ((confidence - 0.5) * 2 * bins).long().clamp_(0, bins - 1)  # NaN is in any of them
-    # |sum of wins - sum of confidences| of a bin is its count times |accuracy - mean confidence|.
+    bin_index = ((confidence - 0.5) * 2 * bins).long().clamp_(0, bins - 1)  # NaN falls into any bin
+    # |sum of wins - sum of confidences| of a bin equals its count times |accuracy - mean confidence|.
     gaps = differences.new_zeros(bins).index_add_(0, bin_index, wins(differences) - confidence)
     return (gaps.abs().sum() / len(differences)).float()
 
@@ -193,8 +193,8 @@ def expected_calibration_error(score_differences: torch.Tensor, bins: int = 10) 
 def longer_share(differences: torch.Tensor, length_differences: torch.Tensor) -> torch.Tensor:
     """Fraction of pairs won by the longer response: fp32 scalar, 0.5 if no pair has a longer one.
 
-    Both (N,), of the same two responses: the difference of their scores (or 1 where the first is preferred),
-    and that of their lengths. A tie of scores counts half. The fraction by a model's scores minus that by
+    Both (N,), of the same two responses: the difference of their scores (or 1 if the first is preferred), and
+    that of their lengths. A tie of scores counts half. The fraction by a model's scores minus that by
     people's choices measures the model's length bias relative to the annotators'.
     """
     unequal = length_differences != 0

@@ -67,7 +67,7 @@ def judge_pairs(
     own = []
     for batch, is_real in batches:
         lengths = [batch.lengths[f"{s}_ids"] - batch.numbers(f"{s}_response_start") for s in SIDES]
-        figures = torch.stack([*compute(batch)]).cpu()  # at once: each copy waits for the device
+        figures = torch.stack([*compute(batch)]).cpu()  # one copy, because each waits for the device
         own.append([column[is_real] for column in (*lengths, *figures)])
     parts = [part for rank_parts in distributed.gather_objects(own) for part in rank_parts]
     columns = [torch.cat(column) for column in zip(*parts, strict=True)]
@@ -94,7 +94,7 @@ class PairTrainer(Trainer):
     """Trains a model by the mean loss over the pairs of the global batch."""
 
     columns = ("loss", "accuracy", "margin", "learning_rate")
-    what: str  # what the model gives an answer
+    what: str  # log name of a response's score
     trained_sides = SIDES
 
     @property

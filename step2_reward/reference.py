@@ -1,6 +1,6 @@
 """The reference of --loss dpo, ipo and kto: the initial policy, evaluated once on every pair.
 
-So no second model is ever in memory, and DPO's first loss is exactly log 2.
+No second model is ever in memory, and DPO's first loss is exactly log 2.
 
 # M pairs of a data set
 """
@@ -17,8 +17,8 @@ from common.runs.saved_state import Stateful, TensorReader, TensorSlice
 
 
 class ReferencePairs(Dataset):
-    """Rows of pairs, each with its `reference_logprobs` (2,) fp32 of the chosen and the rejected response (or
-    of its two responses, whatever they are).
+    """Rows of pairs, each with its `reference_logprobs` (2,) fp32 of the chosen and the rejected response
+    (under --loss kto, of the rated and the mismatched one).
 
     NaN until a Reference has computed them.
     """
@@ -68,7 +68,7 @@ class Reference(Stateful):
             compute_reference(trainer, held_out, range(len(held_out)))
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
-        """All of it on the first rank; every rank has the same."""
+        """All log-probabilities, on the first rank; every rank has the same."""
         if distributed.is_main():
             for name, pairs in self.pairs.items():
                 yield TensorSlice(name, 0, pairs.logprobs.flatten())
@@ -89,15 +89,15 @@ def compute_reference(trainer: Any, pairs: ReferencePairs, rows: Sequence[int]) 
         return
     trainer.engine.eval()
     lengths = pairs.lengths(f"{trainer.sides[0]}_ids")
-    in_order = sorted(rows, key=lambda row: (lengths[row], row))  # less padding
+    in_order = sorted(rows, key=lambda row: (lengths[row], row))  # by length, for less padding
     size = trainer.args.per_device_eval_batch_size
     rank = distributed.rank()
     computed = torch.zeros_like(pairs.logprobs, dtype=torch.float64)
     for first in range(0, len(in_order), size * distributed.world_size()):
         own_rows = in_order[first + rank * size :][:size]
-        batch = own_rows or in_order[:1]  # as many passes on every rank
+        batch = own_rows or in_order[:1]  # the same number of passes on every rank
         logprobs = trainer.compute_logprobs(collate_pairs([pairs[row] for row in batch])).view(-1, 2)
         if own_rows:
             computed[own_rows] = logprobs.double().cpu()
-    # Each row has one rank's number and zeros: the sum is that number.
+    # Each row has one rank's value and zeros: the sum is that value.
     pairs.logprobs[rows] = distributed.reduce_sum(computed)[rows].float()

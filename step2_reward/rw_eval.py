@@ -3,7 +3,7 @@
 
 python step2_reward/rw_eval.py --model_name_or_path OUT/export --data_path PAIRS
 
-A data set's evaluation part is used, or all of it where it has none. The last line printed is one JSON
+The evaluation split of a data set is used, or all of it if it has none. The last line printed is one JSON
 object.
 """
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"--model_name_or_path {name} has no trained score head; give the export/ folder of step 2"
         )
     tokenizer = config and model_checks.check_tokenizer("--model_name_or_path", name, args, problems)
-    # Nothing is shared out or held out: an evaluation takes the rows it is given.
+    # All rows are evaluated: no shares for other steps, and no held-out fraction.
     options = DataOptions.of(args, 2, data_split="0,1,0", eval_fraction=0.0, num_stored_epochs=1)
     for problem in check_sources(options, tokenizer):
         problems.add(problem)

@@ -2,18 +2,18 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
-# One step for one model on one kind of machine, with the settings of models.txt (a model that is not there has its
-# machine's own).
+# One step for one model on one kind of machine, with the settings in models.txt (for a model that is not listed, the
+# defaults of the machine).
 #
 #   bash training_scripts/run.sh sft Qwen/Qwen2.5-0.5B single_gpu [FLAGS]
 #   bash training_scripts/run.sh reward Qwen/Qwen2.5-0.5B single_gpu            # or dpo
-#   bash training_scripts/run.sh ppo Qwen/Qwen2.5-0.5B single_gpu               # from what the two have exported
+#   bash training_scripts/run.sh ppo Qwen/Qwen2.5-0.5B single_gpu               # from the exports of the two
 #   sbatch --nodes=8 training_scripts/run.sh ppo meta-llama/Llama-3.1-70B multi_node
 #   LAUNCHER=torchrun NUM_NODES=8 NODE_RANK=0 MASTER_ADDR=node1 bash training_scripts/run.sh ...   # on each machine
 #
-# Variables: NUM_GPUS of each machine, HOSTFILE, ACTOR_MODEL, CRITIC_MODEL, OUTPUT_DIR (on several machines on a file
-# system that all share), LAUNCHER (deepspeed, torchrun, slurm), NO_PLAN=1: start what is planned not to fit. Flags of the
-# program may follow and win over the table's.
+# Variables: NUM_GPUS per machine, HOSTFILE, ACTOR_MODEL, CRITIC_MODEL, OUTPUT_DIR (for several machines on a shared file
+# system), LAUNCHER (deepspeed, torchrun, slurm), NO_PLAN=1 (no memory plan: start even if the step would not fit). Flags
+# of the program may follow and override the table's.
 set -euo pipefail
 if [[ $# -lt 3 ]]; then
     sed -n '/^# One step/,/^set -euo/{/^#/p}' "$0" | cut -c3- >&2
@@ -42,7 +42,7 @@ else
     models=(--model_name_or_path "$model")
 fi
 
-NUM_GPUS=${NUM_GPUS:-$([[ "$machine" == single_gpu ]] && echo 1 || echo 8)} # on each machine
+NUM_GPUS=${NUM_GPUS:-$([[ "$machine" == single_gpu ]] && echo 1 || echo 8)} # per machine
 HOSTFILE=${HOSTFILE:-hostfile}
 num_nodes=1
 MASTER_PORT=${MASTER_PORT:-29500}
@@ -51,7 +51,7 @@ case $LAUNCHER in
 deepspeed)
     launch=(deepspeed --num_gpus "$NUM_GPUS")
     if [[ "$machine" == multi_node ]]; then
-        # Without the file the launcher would quietly use this machine alone.
+        # Without the file the launcher would silently use only this machine.
         if [[ ! -f "$HOSTFILE" ]]; then
             echo "HOSTFILE=$HOSTFILE: no such file; write one line 'hostname slots=8' for each machine" >&2
             exit 2
@@ -85,7 +85,7 @@ if [[ -z "${NO_PLAN:-}" ]] && { type -P nvidia-smi || type -P rocm-smi; } >/dev/
     code=0
     python -m tools.plan --gpu here --num_gpus "$NUM_GPUS" --num_nodes "$num_nodes" --stage "${folder:4:1}" "${words[@]}" \
         2>&1 | tee -ai "$log" || code=$?
-    case $code in 2 | 130) exit "$code" ;; esac # any other is no verdict
-    export NO_PLAN=1                            # the program need not plan again
+    case $code in 2 | 130) exit "$code" ;; esac # any other code: no plan
+    export NO_PLAN=1                            # no second plan in the program
 fi
 "${launch[@]}" "$folder/main.py" "${words[@]}" 2>&1 | tee -ai "$log"

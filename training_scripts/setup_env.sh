@@ -1,18 +1,18 @@
 # shellcheck shell=bash
-# Makes the environment ready in the calling shell. Source it, and always name a requirements file:
+# Prepares the environment of the calling shell. Source it, always with a requirements file:
 #
 #   source training_scripts/setup_env.sh requirements.txt
 #
-# An active virtual environment (VIRTUAL_ENV) or conda environment (CONDA_PREFIX) is used as it is; otherwise .venv is
-# made in the repository root and activated. A torch that is there is kept; where there is none 2.13.0 is installed, in
-# the build that the package index gives. uv installs where it is present, pip otherwise. Installation is skipped when
-# the environment carries a stamp with the digest of the same requirements: a second call takes a fraction of a second.
+# An active virtual environment (VIRTUAL_ENV) or conda environment (CONDA_PREFIX) is used unchanged; otherwise .venv is
+# created in the repository root and activated. An installed torch is kept; if there is none, 2.13.0 is installed, in the
+# build of the package index. The installer is uv if it is available, else pip. Installation is skipped if the
+# environment has a stamp with the digest of the same requirements: a second call takes a fraction of a second.
 #
-# PYTHON=python3.12     the interpreter that makes .venv (3.11 or newer)
+# PYTHON=python3.12     the interpreter that creates .venv (3.11 or newer)
 # TRIPTYCH_OFFLINE=1    also export HF_HUB_OFFLINE=1: models and data come from local files or the cache only
-# UV_TORCH_BACKEND=cpu  uv's own: torch's CPU build where the index would give CUDA's
+# UV_TORCH_BACKEND=cpu  read by uv: torch's CPU build, even if the index has the CUDA build
 
-_TRIPTYCH_TORCH=2.13.0 # where none is installed: the version that most tests ran on
+_TRIPTYCH_TORCH=2.13.0 # if none is installed: the version that most tests ran on
 
 if [[ "${BASH_SOURCE[0]}" == "$0" ]]; then
     echo "setup_env.sh: source it, so that the environment stays active: source $0 requirements.txt" >&2
@@ -37,7 +37,7 @@ _triptych_find_python() {
         "Install one, or name it: PYTHON=/path/to/python3.11"
 }
 
-# Activates .venv, making it first where it is missing or was left half made.
+# Activates .venv, and creates it first if it is missing or incomplete.
 _triptych_activate_venv() {
     local root=$1 python
     if ! "$root/.venv/bin/python" -c "" >/dev/null 2>&1 || [[ ! -f "$root/.venv/bin/activate" ]]; then
@@ -50,7 +50,7 @@ _triptych_activate_venv() {
     source "$root/.venv/bin/activate"
 }
 
-# Prints the digest of the interpreter's version and of a requirements file with all it includes by -r.
+# Prints the digest of the interpreter's version and of a requirements file with all files that it includes by -r.
 _triptych_digest() {
     python - "$1" <<'PYTHON'
 import hashlib, pathlib, sys
@@ -64,7 +64,7 @@ print(digest.hexdigest())
 PYTHON
 }
 
-# Prints the version of an installed torch; says so and fails where it is outside the range of requirements.txt.
+# Prints the version of an installed torch; fails with a message if it is outside the range of requirements.txt.
 _triptych_find_torch() {
     python - "$1" <<'PYTHON'
 import importlib.metadata, re, sys
@@ -82,7 +82,7 @@ if not parts(low) <= parts(found) < parts(high):
 PYTHON
 }
 
-# Installs a requirements file. A subshell, so that the caller's traps stay what they are.
+# Installs a requirements file. Runs in a subshell, so that the caller's traps are unchanged.
 _triptych_install() (
     requirements=$1 begun=$2 prefix=$(dirname "$2") with=pip
     install=(python -m pip install --quiet --retries 2)
@@ -92,7 +92,7 @@ _triptych_install() (
     else
         python -m pip --version >/dev/null 2>&1 || python -m ensurepip >/dev/null || exit 1
     fi
-    # What an installer was killed over has no INSTALLER yet, but may look installed: it is forgotten.
+    # A package whose installation was killed has no INSTALLER yet, but may look installed: its metadata is removed.
     if [[ -f "$begun" ]]; then
         find "$prefix"/lib/python3*/site-packages -maxdepth 1 -name '*.dist-info' -newer "$begun" \
             ! -exec test -e '{}/INSTALLER' ';' -exec rm -r '{}' +
@@ -106,7 +106,7 @@ _triptych_install() (
     echo "setup_env.sh: $with installs ${requirements##*/} into $prefix$kept; downloads $size"
     free=$(df -Pk "$prefix" | awk 'NR == 2 {print int($4 / 2^20)}')
     ((free >= needed)) || _triptych_fail "$prefix has $free GB free, $needed are needed; free some and call again" || exit 1
-    # torch alone and first: what comes after finds it installed and cannot bring another build of it.
+    # torch separately and first: later packages find it installed and cannot replace its build.
     { [[ -n "$torch" ]] || "${install[@]}" "torch==$_TRIPTYCH_TORCH"; } && "${install[@]}" -r "$requirements" ||
         _triptych_fail "installing ${requirements##*/} failed, by the message above (no version found: mostly no" \
             "network or a proxy). Call again: it goes on from here" || exit 1

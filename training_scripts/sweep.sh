@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# A sweep: one point after the other, each a short run of a script under a sweep/ folder, then a table.
+# Runs a sweep: one point after the other, each a short run of a script in a sweep/ folder, then prints a table.
 #
 #   bash training_scripts/sweep.sh training_scripts/step3_ppo/opt/single_node/sweep/run_single.sh
 #   ZERO_STAGES="2 3" OFFLOADS=none LORA_DIMS=0 bash training_scripts/sweep.sh SCRIPT --max_train_steps 20
 #
-# A point that fails is named with its exit code and the next one begins; a point that has finished is not run again.
-# What follows the script's name goes to its program. The table is written to $SWEEP_DIR/sweep.tsv too.
+# A failed point is listed with its exit code and the sweep continues; a finished point is not run again. Arguments
+# after the script's name are passed to its program. The table is also written to $SWEEP_DIR/sweep.tsv.
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/.." # the repository root
 
@@ -30,7 +30,7 @@ num_failed=0
 for ZERO_STAGE in $ZERO_STAGES; do
     for OFFLOAD in $OFFLOADS; do
         for LORA_DIM in $LORA_DIMS; do
-            # Nothing can leave a GPU under stage 0: such a point would only say so.
+            # Stage 0 cannot offload: such a point would only report that.
             [[ "$ZERO_STAGE" == 0 && "$OFFLOAD" != none ]] && continue
             OUTPUT_DIR=$SWEEP_DIR/zero${ZERO_STAGE}_offload-${OFFLOAD}_lora${LORA_DIM}
             export ZERO_STAGE OFFLOAD LORA_DIM OUTPUT_DIR
@@ -38,7 +38,7 @@ for ZERO_STAGE in $ZERO_STAGES; do
             code=0
             bash "$SCRIPT" "$@" || code=$?
             [[ "$code" -eq 0 ]] || num_failed=$((num_failed + 1))
-            # Steps, median seconds and the most memory of the metrics that the point has written.
+            # Steps, median seconds and peak memory, from the metrics that the point has written.
             figures=$(python3 - "$OUTPUT_DIR/metrics.jsonl" <<'PYTHON'
 import json, pathlib, statistics, sys
 

@@ -1,8 +1,8 @@
 """Flags -> DeepSpeed configuration dictionaries, for trained and for frozen models, and engines from them.
 
-Keys that DeepSpeed-Chat's users know keep their values (stage-3 persistence and prefetch). Its
-stage3_max_live_parameters of 3e7 is DeepSpeed's 1e9 here: one matrix of a 7B model has 4.5e7, and while more
-than that many are gathered none is fetched ahead.
+Stage-3 persistence and prefetch have DeepSpeed-Chat's values. stage3_max_live_parameters is DeepSpeed's
+default of 1e9, not DeepSpeed-Chat's 3e7: one matrix of a 7B model has 4.5e7 parameters, and nothing is
+prefetched while more than the maximum are gathered.
 """
 
 import json
@@ -20,8 +20,8 @@ from common.ranks import distributed
 from common.ranks.zero3 import is_sharded
 
 NO_DECAY_NAMES = ("bias", "norm", "ln_", "layernorm")
-MAX_BUCKET = 200_000_000  # elements; even, as DeepSpeed wants it
-HYBRID_SECTION = "hybrid_engine"  # of --ds_config: DeepSpeed would build its own engine from it
+MAX_BUCKET = 200_000_000  # elements; DeepSpeed requires an even number
+HYBRID_SECTION = "hybrid_engine"  # in --ds_config, with which DeepSpeed builds its own engine
 
 
 def load_overrides(args: Any) -> dict[str, Any]:
@@ -103,14 +103,14 @@ def build_config(
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "steps_per_print": 10**9,  # the run logger prints
+        "steps_per_print": 10**9,  # the run logger prints instead
         "zero_optimization": _zero_section(stage, offload, is_trained),
         "gradient_clipping": 1.0,
         "prescale_gradients": False,
         "wall_clock_breakdown": False,
-        "timers": {"throughput": {"enabled": False}},  # it waits for the device in every pass
-        # torch's AdamW is ours everywhere: DeepSpeed's CPU Adam is compiled at first use and its lock
-        # outlives a kill.
+        "timers": {"throughput": {"enabled": False}},  # waits for the device in every pass
+        # torch's AdamW is used everywhere: DeepSpeed's CPU Adam is compiled at first use, and its lock file
+        # remains after a kill.
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
     }

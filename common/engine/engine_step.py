@@ -1,4 +1,4 @@
-"""One optimizer step of a DeepSpeed engine on exact global means: the `update` verb of every trained role."""
+"""One optimizer step of a DeepSpeed engine on exact global means, for every trained role."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from common.ranks.failures import StepRefused
 from common.ranks.step_costs import COSTS
 
 GRAD_NORM = "the gradient's norm"
-# A sum over items of the term, or (sum, number of items) where only some of them count.
+# Sum over the items of the term, or (sum, number of items) if only some of them count.
 Stat = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -35,18 +35,19 @@ class LossTerm:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of an engine for an optimizer step that has not been made yet."""
+    """Gradients of an engine for an optimizer step that has not been taken yet."""
 
     engine: Any
     terms: Sequence[LossTerm]
-    means: dict[str, float]  # of losses and statistics, over all ranks
-    grad_norm: float  # before clipping; infinite where a gradient is not finite
-    norms: Sequence[torch.Tensor]  # what DeepSpeed's step works the norm out from, on the CPU
+    means: dict[str, float]  # global means of losses and statistics
+    grad_norm: float  # before clipping; infinite if a gradient is not finite
+    norms: Sequence[torch.Tensor]  # on the CPU; DeepSpeed's step computes the norm from them
 
     def find_bad(self) -> list[str]:
-        """Names of the losses and norms that are not finite, for which the step must not be made.
+        """Names of the losses and norms that are not finite and require the step to be skipped.
 
-        fp16 tolerates an infinite gradient while it can lower its loss scale: it skips the step.
+        Under fp16 an infinite gradient is tolerated while the loss scale can be lowered: DeepSpeed then skips
+        the step itself.
         """
         bad = [term.name for term in self.terms if not math.isfinite(self.means[term.name])]
         is_borne = False
@@ -77,7 +78,7 @@ def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
             [micro_batch for term in terms for micro_batch in term.micro_batches],
         )
     passes = [(term, total, m) for term, total in zip(terms, totals, strict=True) for m in term.micro_batches]
-    sums: dict[str, torch.Tensor] = {}  # in float64, where the losses are
+    sums: dict[str, torch.Tensor] = {}  # float64, on the device of the losses
 
     def add(name: str, share: torch.Tensor) -> None:
         share = share.detach().double()
@@ -106,7 +107,7 @@ def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
         means = dict(zip(sums, summed, strict=False))
         for name, number in counted.items():
             total, count = means.pop(name), means.pop(number)
-            if count:  # without any it has no mean
+            if count:  # no mean without items
                 means[name] = total / count
         summed_norms = zip(summed[len(sums) :], norms, strict=True)
         norms = [torch.tensor(n, dtype=norm.dtype) for n, norm in summed_norms]
@@ -114,9 +115,9 @@ def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
 
 
 def take_steps(gradients: Sequence[Gradients], doubt: str = "") -> list[dict[str, float]]:
-    """Make the optimizer steps of all engines, or none; return the metrics of each.
+    """Take the optimizer steps of all engines, or none; return the metrics of each.
 
-    A nonempty `doubt`, the same on every rank, is a reason to make none. Metrics are the losses by name, the
+    A nonempty `doubt`, the same on every rank, is a reason to take none. Metrics are the losses by name, the
     statistics, `grad_norm`, and the `learning_rate` and `lora_learning_rate` of the step if there are such
     parameters. Every rank must call this. Raises StepRefused, on every rank, for a doubt and for a loss or
     gradient that is not finite: weights, optimizers and schedules are then unchanged, and training can
@@ -160,7 +161,7 @@ def skip_step(engine: Any) -> None:
         with known_norms(engine, [torch.tensor(math.inf)]):
             engine.step()
     finally:
-        # A loss that is not finite says nothing about the scale of gradients: it stays.
+        # A non-finite loss gives no information on the scale of gradients, so the loss scale is kept.
         scaler.clear()
         scaler.update(scaler_before)
     assert zero.overflow, "DeepSpeed made a step that was to be skipped"

@@ -1,8 +1,8 @@
-"""Muon (arXiv:2502.16982): matrices of hidden layers move by orthogonal updates, all else by AdamW.
+"""Muon (arXiv:2502.16982): orthogonalised updates for matrices of hidden layers, AdamW for the rest.
 
-torch's Muon takes whole matrices, of which ZeRO leaves a rank a run. DeepSpeed's own clips its updates, whose
-norm grows with the number of matrices: learning rates lose their meaning. Here the gradient is clipped, and
-momentum lies as AdamW's moments do, beside the weights that a rank updates.
+torch's Muon needs whole matrices, but under ZeRO a rank has only a contiguous part of each. DeepSpeed's Muon
+clips its updates, whose norm grows with the number of matrices, so learning rates lose their meaning. Here
+the gradient is clipped, and momentum is sharded as AdamW's moments are, like the weights that a rank updates.
 """
 
 import re
@@ -19,7 +19,7 @@ from common.ranks.zero3 import OwnedRun, find_owned_runs, is_sharded
 MOMENTUM = 0.95
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # kellerjordan.github.io/posts/muon
-RMS = 0.2  # of an AdamW update, as the paper found: the same learning rates do
+RMS = 0.2  # of an AdamW update (figure of the paper), so that AdamW's learning rates suit Muon
 
 
 def shape_of(parameter: nn.Parameter) -> torch.Size:
@@ -28,9 +28,9 @@ def shape_of(parameter: nn.Parameter) -> torch.Size:
 
 
 def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Whether the parameter is a matrix, or stacked matrices of experts, in one of a model's layers.
+    """Whether the parameter is a matrix, or the stacked matrices of experts, in one of a model's layers.
 
-    Embeddings and heads are outside of the list of layers; a LoRA factor does not count.
+    Embeddings and heads are outside the list of layers; LoRA factors do not count.
     """
     shape = shape_of(parameter)
     is_matrix = len(shape) in (2, 3) and min(shape[-2:]) > 1
@@ -40,7 +40,7 @@ def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
 def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
     """Matrices (..., rows, columns) with the same singular vectors and singular values near 1.
 
-    Newton-Schulz iteration with coefficients that raise small values fast: they end within 0.7 to 1.2.
+    Newton-Schulz iteration with coefficients that raise small values fast; the results are within 0.7 to 1.2.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]
@@ -55,15 +55,15 @@ def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
 class Muon(torch.optim.AdamW):
     """AdamW, and Muon for groups with `is_muon`; every rank must call `step`.
 
-    Where ZeRO shards the states, each matrix is assembled on one rank, round robin, and its update is sent to
-    all.
+    If ZeRO shards the states, each matrix is assembled on one rank, round robin, and its update is sent to
+    all ranks.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
         super().__init__(groups, **options)
-        # ZeRO puts its flat tensors in the parameters' place.
+        # By id, because ZeRO replaces the parameters of a group by its flat tensors.
         self._are_matrices = {id(p) for group in groups if group["is_muon"] for p in group["params"]}
-        self.matrices: dict[torch.Tensor, list[OwnedRun]] = defaultdict(list)  # by what has their states
+        self.matrices: dict[torch.Tensor, list[OwnedRun]] = defaultdict(list)  # by the key of their states
         self._is_shared_out = False
 
     def attach(self, engine: Any) -> None:
@@ -82,7 +82,7 @@ class Muon(torch.optim.AdamW):
                 if owner.grad is not None:
                     self._step_matrices(owner, group)
                 gradients[owner] = owner.grad
-                owner.grad = None  # AdamW skips it
+                owner.grad = None  # so that AdamW skips it
         super().step()
         for owner, gradient in gradients.items():
             owner.grad = gradient
@@ -107,7 +107,7 @@ class Muon(torch.optim.AdamW):
                 weights[m] = weights[m].float() * kept - group["lr"] * part
 
     def _orthogonalise_together(self, wholes: list[torch.Tensor]) -> list[torch.Tensor]:
-        """On all ranks, the orthogonal forms of matrices of which each rank has filled in its part."""
+        """Orthogonalised matrices, on all ranks, from zeros in which each rank has filled in its part."""
         if not self._is_shared_out:
             return [orthogonalise(whole) for whole in wholes]
         for rank, whole in enumerate(wholes):
@@ -128,7 +128,7 @@ def _advance(momentum: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _place(run: OwnedRun, part: torch.Tensor) -> torch.Tensor:
-    """A whole matrix of zeros with this rank's part filled in, in the precision of the iteration."""
+    """A whole matrix of zeros with this rank's part filled in, in the dtype of the iteration."""
     dtype = torch.bfloat16 if distributed.has_gpu() else torch.float32
     whole = torch.zeros(shape_of(run.parameter), dtype=dtype, device=distributed.device())
     whole.view(-1)[run.start : run.start + run.numel] = part.to(whole)

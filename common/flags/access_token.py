@@ -10,13 +10,13 @@ from pathlib import Path
 from common.flags.problems import Problems
 
 SERVER_VARIABLE = "TRIPTYCH_TOKEN"
-CLIENT_VARIABLE = "TRIPTYCH_REWARD_TOKEN"  # first, where a server's own token is another
-JUDGE_VARIABLE = "TRIPTYCH_JUDGE_TOKEN"  # of its own: a judge may be somebody else's service
+CLIENT_VARIABLE = "TRIPTYCH_REWARD_TOKEN"  # takes precedence; for a server with another token
+JUDGE_VARIABLE = "TRIPTYCH_JUDGE_TOKEN"  # separate: a judge may be an external service
 
 
 def server_token(token_file: str, problems: Problems) -> str:
-    """The token that requests must carry, from --token_file or TRIPTYCH_TOKEN; empty for none. Adds a problem
-    if the file cannot be read or the token is not valid in a header.
+    """The token that requests must carry, from --token_file or TRIPTYCH_TOKEN; "" if none is required. Adds a
+    problem if the file cannot be read or the token is not valid in a header.
     """
     origin = SERVER_VARIABLE
     text = os.environ.get(SERVER_VARIABLE, "")

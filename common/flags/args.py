@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from common.flags.other_names import IGNORED, OLDER_NAMES, REMOVED, SWITCHES, WITHOUT_VALUE, split_values
 from common.flags.problems import KINDS, RANGE, Problems, describe_range, is_usable, shortened
 
-MOST_SHOWN = 40  # flags of a program that --help shows all of
+MOST_SHOWN = 40  # with more flags, --help shows only the usual ones
 REQUIRED = object()
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ def field_type(field: dataclasses.Field) -> tuple[type, bool]:
 
 
 def typed(field: dataclasses.Field, value: Any) -> Any:
-    """A saved value in the present type of a flag, which may have been another one. Raises ValueError."""
+    """A saved value, converted to the flag's current type, which may have changed. Raises ValueError."""
     scalar, is_list = field_type(field)
     if is_list or value is None or isinstance(value, scalar):
         return value
@@ -102,7 +102,7 @@ def _build_parser(cls: type, description: str, *, shows_all: bool) -> argparse.A
         argument_default=argparse.SUPPRESS,
         exit_on_error=False,
     )
-    # -1e-3 and -2*model:PATH are values too, not flags: no flag of ours begins with a digit.
+    # -1e-3 and -2*model:PATH are values, not flags: no flag of a program begins with a digit.
     parser._negative_number_matcher = re.compile(r"-\.?\d")  # type: ignore[attr-defined]
     groups: dict[str, Any] = {}
     names = {field.name for field in fields}
@@ -124,7 +124,7 @@ def _group_title(cls: type, name: str) -> str:
 
 
 def _add_flag(group: Any, field: dataclasses.Field, older: str | None, *, shows_all: bool) -> None:
-    """Add a flag, under its older name too, to a group of a parser, which gives None for a missing value."""
+    """Add a flag and its older name to a group of a parser; a missing value is parsed as None."""
     scalar, is_list = field_type(field)
     metadata = field.metadata
     metavar = "|".join(map(str, metadata["choices"])) or scalar.__name__.upper()
@@ -151,7 +151,7 @@ def _add_other_names(parser: argparse.ArgumentParser, names: set[str], *, shows_
             text = f"as --{flag_name} {value}" if shows_all else argparse.SUPPRESS
             group.add_argument(f"--{name}", nargs="?", const="true", metavar="true|false", help=text)
     for name, reason in IGNORED.items():
-        if "eot_token" in names and name not in names:  # a program that loads a tokenizer
+        if "eot_token" in names and name not in names:  # the program loads a tokenizer
             text = f"no effect: {reason}" if shows_all else argparse.SUPPRESS
             group.add_argument(f"--{name}", nargs="*", metavar="...", help=text)
 
@@ -182,7 +182,7 @@ def parse_args(
     given = vars(words)
     _apply_switches(given, problems)
     problems.notes += split_values(given, cls.__dataclass_fields__)
-    # Words behind an unknown flag are its values.
+    # Arguments after an unknown flag are its values.
     for word in [word for word in unknown if word.startswith("-")] or unknown:
         _add_unknown(shortened(word), list(cls.__dataclass_fields__), problems)
     values: dict[str, Any] = {}
@@ -196,13 +196,13 @@ def parse_args(
             try:
                 is_list = isinstance(text, list)
                 values[field.name] = [_convert(field, t) for t in text] if is_list else _convert(field, text)
-            except ValueError as error:  # the default stands in, so that the checks that follow can be made
+            except ValueError as error:  # the default is used, so that later checks can run
                 problems.add(str(error), flag=f"--{field.name}")
     return cls(**values)
 
 
 def _apply_switches(given: dict[str, Any], problems: Problems) -> None:
-    """Add the flags that the given switches stand for."""
+    """Add the flags that the given switches set."""
     for name in [name for name in SWITCHES if name in given]:
         (flag_name, value) = SWITCHES[name]
         text = given[name].lower()

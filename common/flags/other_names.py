@@ -1,13 +1,14 @@
 """Legacy flags: DeepSpeed-Chat's names, flags without effect, and removed flags.
 
-A program takes a name whose flag it has, and every program that loads a tokenizer what has no effect.
+A program accepts the older names of its flags; every program that loads a tokenizer accepts the flags
+without effect.
 """
 
 import re
 from collections.abc import Collection
 from typing import Any
 
-# In DeepSpeed-Chat's scripts of one time or another; taken wherever no flag of now has that name.
+# Names from different versions of DeepSpeed-Chat's scripts; accepted unless a current flag has that name.
 OLDER_NAMES = {
     "generation_batches": "generation_batch_numbers",
     "per_device_generation_batch_size": "per_device_train_batch_size",
@@ -15,7 +16,7 @@ OLDER_NAMES = {
     "max_train_steps": "test_stop_step",
 }
 
-# A switch, and the flag and value that it stands for where that flag is not given itself.
+# Switches, each with the flag and value that it sets unless that flag is given.
 SWITCHES = {
     "disable_dropout": ("dropout", "0"),
     "enable_tensorboard": ("trackers", "tensorboard"),
@@ -24,10 +25,10 @@ SWITCHES = {
     "overwrite_output_dir": ("resume", "overwrite"),
 }
 
-# Switches of DeepSpeed-Chat that take a value now: the value of one that is given without.
+# Switches of DeepSpeed-Chat that now take a value: the value of a flag that is given without one.
 WITHOUT_VALUE = {"offload": "all", "critic_offload": "all", "whiten_scores": "batch"}
 
-# Values that hold several numbers or words, each of which is a flag now: the groups are these flags.
+# Values that combined several numbers or words, which are now separate flags: the groups are these flags.
 OLDER_FORMS = {
     "max_tokens_per_micro_batch": r"(?P<max_tokens_per_micro_batch>\d+),(?P<max_tokens_per_scoring_pass>\d+)",
     "clip_range": r"(?P<clip_range>[^,]+),(?P<clip_range_high>[^,]+)",
@@ -44,8 +45,8 @@ OLDER_FORMS = {
 
 
 def split_values(flags: dict[str, Any], names: Collection[str]) -> list[str]:
-    """Replace values in one of the `OLDER_FORMS` by the flags that say the same, where a program has all of
-    them in its `names`; return a note for each.
+    """Replace values in one of the `OLDER_FORMS` by the equivalent flags, if all of them are in `names`;
+    return a note for each.
     """
     notes = []
     for name, form in OLDER_FORMS.items():
@@ -53,7 +54,7 @@ def split_values(flags: dict[str, Any], names: Collection[str]) -> list[str]:
         groups = match.groupdict() if match else {}
         parts = {part: value.strip() for part, value in groups.items() if value is not None}
         if parts.get("correction_high") == "inf":
-            parts["correction_high"] = "3e38"  # no bound either
+            parts["correction_high"] = "3e38"  # also no bound
         if parts.keys() - {name} and parts.keys() <= set(names):
             words = " ".join(f"--{part} {value}" for part, value in parts.items())
             notes.append(f"--{name} {flags.pop(name)} is an older spelling; write {words}")
@@ -62,7 +63,7 @@ def split_values(flags: dict[str, Any], names: Collection[str]) -> list[str]:
 
 
 def rename_flags(saved: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The flags of a run saved by an earlier version, under their present `names` and with those that its
+    """Flags of a run saved by an earlier version, under their current `names` and with the flags that its
     switches set.
     """
     flags = dict(saved)
@@ -70,13 +71,13 @@ def rename_flags(saved: dict[str, Any], names: Collection[str]) -> dict[str, Any
     if flags.get("disable_dropout"):
         flags["dropout"] = 0.0
     if flags.get("enable_ema") is False:
-        flags.pop("ema_decay", None)  # it had a value that did nothing
+        flags.pop("ema_decay", None)  # its value had no effect
     if isinstance(flags.get("whiten_scores"), bool):
         flags["whiten_scores"] = "batch" if flags["whiten_scores"] else "none"
     return flags
 
 
-# Accepted and ignored: why.
+# Accepted and ignored, with the reason.
 IGNORED = {
     "preprocessing_num_workers": "the tokenizer uses its own threads, rank 0 tokenises once for all",
     "num_padding_at_beginning": "lengths are carried along, so leading padding needs no special case",
@@ -97,7 +98,7 @@ IGNORED = {
     "penalty_alpha": "contrastive search left transformers",
 }
 
-# Ours of earlier versions, with the default that they had; docs/migration.md has what there is instead.
+# Flags of our earlier versions, with their defaults; docs/migration.md names the replacements.
 REMOVED = {
     "max_logprob_gap": 0.001, "max_out_tokens": 0,
     "eval_before_training": True, "min_reward_accuracy": 0.6, "actor_lora_alpha": 0.0,

@@ -39,12 +39,12 @@ def import_own_module(name: str) -> ModuleType:
         module = name.removesuffix(".py").strip("./").replace("/", ".")
         raise ImportError(f"name a module without path and .py: {module}")
     here = os.getcwd()
-    if here not in sys.path:  # at the end: a file called json.py there must not hide a library
+    if here not in sys.path:  # last: a file named json.py there must not hide a library
         sys.path.append(here)
     importlib.invalidate_caches()
     try:
         return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # the user's program may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
             raise ImportError(
                 f"there is no module {error.name}; start from the folder that holds it (this is {here}) or "
@@ -54,7 +54,7 @@ def import_own_module(name: str) -> ModuleType:
         place = ""
         if isinstance(error, SyntaxError):
             place = f" ({error.filename}:{error.lineno})"
-        elif len(frames) > 1:  # frame 0 is ours
+        elif len(frames) > 1:  # frame 0 is this function
             place = f" ({frames[-1].filename}:{frames[-1].lineno})"
         kind = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
         raise ImportError(f"importing it raised {kind}{place}; fix it") from error
@@ -90,7 +90,7 @@ class FunctionsByName(dict[str, T]):
         """
 
         def register(function: Any) -> Any:
-            known = self.get(name)  # itself, where its module is imported again
+            known = self.get(name)  # the same function, if its module is imported again
             if known and origin_of(self.function_of(known)) != origin_of(function):
                 raise ValueError(f"--{self.flag} {name!r} is registered twice")
             self[name] = self.kind(name, function, **traits)

@@ -1,7 +1,7 @@
 """Problems found at start-up, collected into one message; flag value types; warnings about flags without
 effect.
 
-No torch in here.
+Does not import torch.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import Any
 from common.flags.other_names import IGNORED, OLDER_NAMES
 from common.flags.value_forms import Interval
 
-# Beyond it float64 skips numbers; of fp32, in which losses are computed.
+# int: above it float64 skips integers. float: maximum of fp32, the dtype of losses.
 LARGEST = {int: 2**53, float: 3.4e38}
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, on Linux
 KINDS = {
@@ -39,8 +39,8 @@ class Problems:
 
     def __init__(self) -> None:
         self.messages: list[str] = []
-        self.notes: list[str] = []  # on what was accepted in an older spelling
-        self.unread_flags: set[str] = set()  # their defaults stand in for values that cannot be used
+        self.notes: list[str] = []  # about flags in an older spelling
+        self.unread_flags: set[str] = set()  # flags with invalid values, whose defaults are used
 
     def add(self, message: str, *, flag: str = "") -> None:
         """Add a problem that names the flag or file, the value and the cure.
@@ -68,8 +68,8 @@ class Problems:
             self.add(f"{prefix}{error}")
 
     def exit_if_any(self, *, is_told_by_all: bool = False) -> None:
-        """Exit with code 2 if there are problems; the first process of each machine prints them, or all do: a
-        machine may lack a file that others have.
+        """Exit with code 2 if there are problems. The first process of each machine prints them, because a
+        machine may lack a file that others have; with `is_told_by_all`, every process.
         """
         if not self.messages:
             return
@@ -84,7 +84,7 @@ class Problems:
 
 
 def shortened(text: str) -> str:
-    """A value for a message; only the beginning of a long one."""
+    """A value for a message, truncated if it is long."""
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
@@ -129,7 +129,7 @@ def no_effect_notes(args: Any, argv: Sequence[str] | None = None) -> list[str]:
     lines = [f"--{name} has no effect: {IGNORED[name]}" for name in sorted(ignored)]
     for field in (f for f in fields if given & {f.name, OLDER_NAMES.get(f.name)}):
         partners = re.findall(r"(\w+)(!?=|)(\S*)", field.metadata["only_with"])  # name, sign, value
-        partners = [partner for partner in partners if hasattr(args, partner[0])]  # a program may lack one
+        partners = [partner for partner in partners if hasattr(args, partner[0])]  # that the program has
         acts = not partners or any(_is_set(args, *partner) for partner in partners)
         if _is_set(args, field.name) and not acts:
             shown = [

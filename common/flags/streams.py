@@ -1,4 +1,4 @@
-"""Robust standard streams: closed, full, without a reader or with a narrow encoding, they end no program.
+"""Robust standard streams: a program survives closed, full, unread or narrowly encoded streams.
 Does not import torch."""
 
 import contextlib
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class _LostOutput(io.FileIO):
-    """A file that drops what cannot be written, and reports that once unless its reader has gone."""
+    """A file that drops output that cannot be written, and reports that once unless its reader has closed."""
 
     is_lost = False
 
@@ -42,7 +42,7 @@ def settle_streams() -> None:
     A closed stream becomes the null device, output that cannot be written is dropped, and characters that the
     encoding lacks are escaped. Streams that a caller has replaced, as tests do, are kept.
     """
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a file of a run would get its number
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # else another file would get number 0, 1 or 2
         pass
     os.close(descriptor)
     if sys.stdin is None:

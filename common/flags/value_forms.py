@@ -2,7 +2,7 @@
 
 import re
 
-UNITS = {"s": 1, "m": 60, "h": 3600}  # in seconds
+UNITS = {"s": 1, "m": 60, "h": 3600}  # seconds
 
 
 class Interval(str):
@@ -11,8 +11,8 @@ class Interval(str):
     Raises ValueError for any other text.
     """
 
-    steps: int  # 0 for one that is not counted in steps
-    seconds: int  # 0 for one that is no time
+    steps: int  # 0 if not counted in steps
+    seconds: int  # 0 if not a time
 
     def __new__(cls, text: str) -> "Interval":
         """Parse the text; the value stays a str for JSON and equality."""
@@ -25,11 +25,11 @@ class Interval(str):
         return interval
 
     def __bool__(self) -> bool:
-        """Whether it is ever due."""
+        """Whether the interval is ever due."""
         return self == "epoch" or self.steps + self.seconds > 0
 
     def is_due(self, step: int, steps_per_epoch: int, seconds: float) -> bool:
-        """Whether it has passed at the end of `step` (from 1), `seconds` after the last time."""
+        """Whether the interval has passed at the end of `step` (from 1), `seconds` after the last time."""
         if self.seconds:
             return seconds >= self.seconds
         num_steps = steps_per_epoch if self == "epoch" else self.steps

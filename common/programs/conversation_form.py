@@ -10,8 +10,8 @@ from common.data.tokenizer import set_end_of_turn
 from common.flags.args import Problems
 from common.runs.export import read_metadata
 
-DEFAULT_TEMPLATE = "human_assistant"  # of a model whose tokenizer has no chat template
-READS_CLOSING = "reads_closing"  # in the metadata of a reward model that reads all that a template renders
+DEFAULT_TEMPLATE = "human_assistant"  # for a model whose tokenizer has no chat template
+READS_CLOSING = "reads_closing"  # metadata key of a reward model that reads everything its template renders
 
 
 def find_template(
@@ -67,8 +67,8 @@ def describe_form(args: Any) -> dict[str, Any]:
 
 
 def closing_of(path: str, template: Template) -> list[int]:
-    """Token ids after the end of turn, at the last of which a reward model reads its score, as other programs
-    do with its chat template; none for a model that an earlier version of step 2 trained at the end of turn.
+    """Token ids after the end of turn. A reward model reads its score at the last one, as other programs do
+    with its chat template. Empty for a model that an earlier version of step 2 trained at the end of turn.
     """
     metadata = read_metadata(path)
     return template.closing_ids if not metadata or metadata.get(READS_CLOSING) else []

@@ -11,7 +11,7 @@ from common.ranks.failures import say
 from common.runs.run_logger import ROOT
 
 PLAN_SECONDS = 300
-FITS, TOO_LARGE = 0, 2  # exit codes of the plan; the latter becomes that of all ranks
+FITS, TOO_LARGE = 0, 2  # exit codes of the plan; all ranks exit with the latter
 
 
 def check_memory(stage: int, argv: Sequence[str] | None = None) -> None:
@@ -39,7 +39,7 @@ def print_plan(stage: int, words: Sequence[str]) -> bool:
     num_gpus = distributed.num_ranks_here()
     machines = {"gpu": "here", "num_gpus": num_gpus, "num_nodes": -(-distributed.world_size() // num_gpus)}
     given = [word for name, value in machines.items() for word in (f"--{name}", str(value))]
-    # -P: in the user's folder, which may have a `tools` of its own.
+    # -P: the current folder, which may have another `tools`, is not searched.
     command = [sys.executable, "-P", "-m", "tools.plan", *given, "--stage", str(stage), *words]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     options = {"env": os.environ | {"PYTHONPATH": path}, "capture_output": True, "errors": "replace"}
@@ -51,7 +51,7 @@ def print_plan(stage: int, words: Sequence[str]) -> bool:
         return True
     code = done.returncode
     complaints = done.stderr.strip()
-    if code not in (FITS, TOO_LARGE):  # no verdict
+    if code not in (FITS, TOO_LARGE):  # the plan itself failed
         last_line = complaints.rpartition("\n")[2]
         say(f"no memory plan: {last_line or f'exit code {code}'}")
         return True

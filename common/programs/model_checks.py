@@ -60,7 +60,7 @@ def check_model(
         return None
     try:
         return AutoConfig.from_pretrained(name_or_path, trust_remote_code=args.trust_remote_code)
-    except Exception as error:  # OSError, ValueError, KeyError ... by what is missing
+    except Exception as error:  # OSError, ValueError, KeyError, ...
         is_absent = not has_hub_form(name_or_path) and not folder.is_dir()
         why = "there is no such folder" if is_absent else first_line(error)
         problems.add(f"{flag} {name_or_path} is neither a model folder nor an available hub model: {why}")
@@ -94,8 +94,8 @@ def check_tokenizer(
 
 
 def check_family(flag: str, config: Any, args: Any, problems: Problems, *, is_ranker: bool = False) -> None:
-    """Add a problem if our passes do not compute what the family's own code does, or if a classifier is given
-    in place of a language model.
+    """Add a problem if our forward passes differ from those of the family's own code, or if a classifier is
+    given in place of a language model.
     """
     if config is None:
         return

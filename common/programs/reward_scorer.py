@@ -39,11 +39,11 @@ class RewardScorer:
         """
         self.model, self.batch_size = model, batch_size
         self.max_tokens = max_tokens or length_limit(model.classifier.config)[0]
-        # A prompt and its continuation, both to the letter: the prompt's own form is already in its text.
+        # Prompt and continuation verbatim: the prompt's format is already in its text.
         self.template = build_template("plain", tokenizer)
         self.closing_ids = closing_ids
         self.facts = facts or {}
-        self._lock = threading.Lock()  # requests come in threads; the device has memory for one batch
+        self._lock = threading.Lock()  # the server is threaded; the device has memory for one batch
 
     def score(self, prompts: list[str], responses: list[str]) -> list[float]:
         """One fp32 score per response, batched by length."""

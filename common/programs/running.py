@@ -34,7 +34,7 @@ def run_program(program: Callable[[], None]) -> None:
     settle_streams()
     quiet_libraries()
     watchdog.tell_phases()
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may have it ignored
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # unless a shell ignores it
         signal.signal(signal.SIGINT, _leave_at_once)
     code, cause = 0, None
     try:
@@ -45,9 +45,9 @@ def run_program(program: Callable[[], None]) -> None:
         code = STOPPED
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else int(left.code is not None)
-        cause = left.__context__  # what became a problem
+        cause = left.__context__  # the error reported as a problem
         raise
-    except (SaveFailed, StepRefused, TooManyBadSteps) as error:  # by all ranks alike
+    except (SaveFailed, StepRefused, TooManyBadSteps) as error:  # raised on all ranks
         if distributed.is_main():
             say(f"error: {error}")
         watchdog.say_goodbye(3, error)

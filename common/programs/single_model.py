@@ -101,7 +101,7 @@ class TrainingRows:
         shared = np.empty(0, np.int32)
         if max_tokens and shared_length:
             shared = np.fromiter(map(shared_length, rows), np.int32, len(rows))
-        begin_alike = groups.group_of if groups and len(lengths) == 1 else ()  # the rows of a conversation
+        begin_alike = groups.group_of if groups and len(lengths) == 1 else ()  # rows of a conversation
         self.token_plan = TokenPlan(row_lengths, max_tokens, shared_lengths=shared, groups=begin_alike)
         if max_tokens and len(rows):
             self.token_plan.check_longest()
@@ -126,9 +126,9 @@ class TrainingRows:
 class Trainer:
     """Base trainer: minimises one loss, averaged over the global batch."""
 
-    kind: str  # what the names of its numbers begin with
-    columns: tuple[str, ...]  # the numbers of the console's table
-    fact = "eval"  # what an export's metadata calls the last evaluation
+    kind: str  # prefix of the metrics' names
+    columns: tuple[str, ...]  # metrics of the console line
+    fact = "eval"  # key of the last evaluation in an export's metadata
 
     def __init__(self, engine: Any, args: Any, *, is_packed: bool, logger: RunLogger) -> None:
         self.engine = engine
@@ -152,7 +152,7 @@ class Trainer:
         """Precompute whatever the loss needs from all micro-batches of the step."""
 
     def train_step(self, step: int, micro_batches: list[PackedBatch]) -> None:
-        """Make optimizer step `step` (from 1); log its metrics and speed.
+        """Take optimizer step `step` (from 1); log its metrics and speed.
 
         The token ids of micro-batches are keys that end in `_ids`. Every rank must call this.
         """
@@ -190,8 +190,8 @@ def train(
 ) -> None:
     """Start or resume a run, train it to its end, and write the trained model and its adapter.
 
-    `held_out` are the rows of an evaluation. `reference` is saved in checkpoints with the model; it computes
-    what it needs of the rows before the first step. Raises Stopped if the run is asked to stop,
+    `held_out` are the rows of an evaluation. `reference` is saved in checkpoints with the model; before the
+    first step it computes its log-probabilities of the rows. Raises Stopped after a request to stop,
     TooManyBadSteps if too many steps are skipped. Every rank must call this.
     """
     args = start.args
@@ -220,7 +220,7 @@ def train(
             run.facts |= {trainer.fact: trainer.evaluate(step, some), EVAL_STEP: step}
 
     with startup.as_problem(start.problems):
-        run.begin()  # the first to write: the model is there
+        run.begin()  # first write to disk; the model has loaded
         if reference:
             needed = order.rows_until(logger.num_steps)
             reference.compute(trainer, needed, is_begun=run.step > 0)

@@ -56,12 +56,12 @@ class Start:
     options: DataOptions
     problems: Problems
     notes: list[str] = field(default_factory=list)
-    argv: Sequence[str] | None = None  # the command line, None for this process's
+    argv: Sequence[str] | None = None  # None: sys.argv[1:]
     tokenizer: Any = None
     template: Template | None = None
     earlier: EarlierRun = field(default_factory=EarlierRun)
-    ds_config: dict[str, Any] = field(default_factory=dict)  # of steps 1 and 2, which train one model
-    frozen: dict[str, str] = field(default_factory=dict)  # by its flag, what is not trained
+    ds_config: dict[str, Any] = field(default_factory=dict)  # for steps 1 and 2, which train one model
+    frozen: dict[str, str] = field(default_factory=dict)  # paths of frozen models, by flag
 
 
 def read_flags(
@@ -99,7 +99,7 @@ def check_run(args: RunArguments, problems: Problems) -> list[str]:
 
     Exits immediately if the launcher's environment is inconsistent.
     """
-    if not check_environment(problems):  # nobody may be the first process then
+    if not check_environment(problems):  # there may be no rank 0 in that case
         problems.exit_if_any(is_told_by_all=True)
     for library, tested in {"deepspeed": DEEPSPEED, "transformers": TRANSFORMERS}.items():
         with problems.catch():
@@ -165,7 +165,7 @@ def check_device(dtype: str, problems: Problems) -> list[str]:
 
 
 def _check_hidden_gpu(problems: Problems) -> list[str]:
-    """Add a problem if torch does not see the machine's GPU; return a note if the user asked for that."""
+    """Add a problem if torch does not see the machine's GPU; return a note if the user has hidden it."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
     if shown.strip() in ("", "-1"):
         return [f"CUDA_VISIBLE_DEVICES={shown} in the environment hides the GPUs: this runs on the CPUs"]
@@ -191,7 +191,7 @@ def check_offload(args: Any, dtype: str, problems: Problems, sums: str | None = 
             problems.add(f"--{flag} param needs --{name} 3, not {stage}; use --{flag} optimizer or stage 3")
         if offload in ("optimizer", "all") and effective_zero_stage(stage, dtype) == 0:
             problems.add(f"--{flag} {offload} needs --{name} 1, 2 or 3: stage 0 cannot offload")
-        # Else DeepSpeed has another optimizer, or keeps the sums of a refused step.
+        # Otherwise DeepSpeed uses another optimizer, or keeps the gradient sums of a skipped step.
         problems.add_if(
             sums not in (None, dtype) and stage != 3 and (stage != 2 or offload not in ("none", "param")),
             f"--ds_config {args.ds_config}: grad_accum_dtype {sums} needs --{name} 3, or 2 without --{flag}",
@@ -221,7 +221,7 @@ def as_problem(problems: Problems) -> Iterator[None]:
             raise
         text = str(error)
         if isinstance(error, OSError):
-            if error.filename is None:  # a connection's, or one that others tell
+            if error.filename is None:  # of a connection, or from another rank
                 raise
             text = (
                 f"{error.filename} cannot be used ({error.strerror}); {cure_of_write(error)}, or give "
@@ -256,7 +256,7 @@ def enter(start: Start) -> StageData | None:
     if args.deterministic:
         _fix_orders_of_sums()
     distributed.start(args.local_rank, args.collective_timeout)
-    transformers.set_seed(args.seed % 2**32)  # alike on all ranks: new weights must be equal everywhere
+    transformers.set_seed(args.seed % 2**32)  # equal on all ranks, for equal new weights
     with as_problem(start.problems), watchdog.phase("the preparation of the data"):
         data = build_data(start.options, start.template)
         if not earlier.finished:
@@ -279,5 +279,5 @@ def enter(start: Start) -> StageData | None:
 def _fix_orders_of_sums() -> None:
     """Make torch, cuBLAS and flash-attn deterministic; before the first GEMM."""
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
-    torch.use_deterministic_algorithms(True)  # with warn_only torch's attention would stay as it is
-    torch.utils.deterministic.fill_uninitialized_memory = False  # finds bugs, and costs a pass each
+    torch.use_deterministic_algorithms(True)  # warn_only would leave torch's attention non-deterministic
+    torch.utils.deterministic.fill_uninitialized_memory = False  # debugging aid; costs a pass per allocation

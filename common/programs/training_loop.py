@@ -21,7 +21,7 @@ from common.runs.export import save_adapter, save_export
 from common.runs.run import Run
 from common.runs.run_logger import RunLogger
 
-EVAL_STEP = "eval_step"  # in an export's metadata: the step that its held-out figures are of
+EVAL_STEP = "eval_step"  # metadata key of an export: the step of its held-out metrics
 
 
 def load_policy(
@@ -61,7 +61,7 @@ def count_steps(args: Any, steps_per_epoch: int) -> int:
 
 
 def runs_packed(args: Any, model: nn.Module) -> bool:
-    """Whether one of our models runs packed sequences.
+    """Whether a PolicyModel or ValueModel runs packed sequences.
 
     Prints a note, once per kind of model, if it has no attention for that and padding costs something.
     """
@@ -78,7 +78,7 @@ def runs_packed(args: Any, model: nn.Module) -> bool:
 
 
 def saved_model(model: nn.Module) -> nn.Module:
-    """The transformers or PEFT model inside one of ours."""
+    """The transformers or PEFT model inside a PolicyModel or ValueModel."""
     return model.classifier if isinstance(model, ValueModel) else model.causal_lm
 
 
@@ -108,7 +108,7 @@ def run_steps(run: Run, train_step: Callable[[int], None], evaluate: Callable[[i
 
 
 def save_model(start: Start, logger: RunLogger, module: nn.Module, metadata: dict[str, Any]) -> None:
-    """Write OUTPUT_DIR/export and adapter of one of our models. Every rank must call this."""
+    """Write OUTPUT_DIR/export and adapter of a PolicyModel or ValueModel. Every rank must call this."""
     folder = Path(start.args.output_dir)
     model = saved_model(module)
     is_ranker = isinstance(module, ValueModel)

@@ -29,9 +29,11 @@ def require_version(library: str, tested: str) -> None:
 
 
 def install() -> None:
-    """Replace what makes the host wait in a step. Raises ValueError for an untested version."""
+    """Replace DeepSpeed functions that make the host wait in each step. Raises ValueError for an untested
+    version.
+    """
     require_version("deepspeed", DEEPSPEED)
-    # DeepSpeed's own makes the value on the host: a wait for each group of parameters.
+    # DeepSpeed's version creates the value on the host, which waits once per parameter group.
     stage_1_and_2.mask_nan_or_inf_with_val_inplace = _mask_not_finite
     stage3.mask_nan_or_inf_with_val_inplace = _mask_not_finite
 
@@ -41,8 +43,8 @@ def _mask_not_finite(norm: torch.Tensor, device: Any = None, val: float = -1.0) 
 
 
 def gradient_norms(engine: Any) -> list[torch.Tensor]:
-    """Norms (scalars) of the gradients, as DeepSpeed computes them in a step: under stage 3 of each parameter
-    group, else of all. Every rank must call this.
+    """Gradient norms (scalars), as DeepSpeed computes them in a step: one per parameter group under stage 3,
+    else one of all gradients. Every rank must call this.
     """
     if not engine.zero_optimization():
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
@@ -95,8 +97,8 @@ def spread_weights(zero: Any, stage: int) -> None:
 
 
 def fragment_addresses(parameter: nn.Parameter) -> tuple[Any, Any] | None:
-    """Where this rank's part of a parameter lies under ZeRO 1 and 2: (in the parameter, in the flat fp32
-    tensor), each with `start` and `numel`; None where other ranks hold all of it.
+    """Location of this rank's part of a parameter under ZeRO 1 and 2: (in the parameter, in the flat fp32
+    tensor), each with `start` and `numel`; None if other ranks hold all of it.
     """
     mapping = parameter._hp_mapping
     return None if mapping is None else (mapping.lp_fragment_address, mapping.hp_fragment_address)

@@ -1,6 +1,6 @@
 """Processes and devices: start-up, rank and world, barriers, reductions.
 
-Every program runs alike under `deepspeed`, `torchrun` and plain `python`; the last is a world of one.
+Every program runs the same way under `deepspeed`, `torchrun` and plain `python`; the last is a world of one.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 IS_CPU_ASKED_FOR = os.environ.get("DS_ACCELERATOR") == "cpu"
 if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would find out too, with a warning
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would choose the same, with a warning
 
 import deepspeed  # noqa: E402
 from deepspeed.accelerator import get_accelerator  # noqa: E402
@@ -28,28 +28,28 @@ from common.ranks.failure_detector import OTHER_RANK_FAILED, PATIENT  # noqa: E4
 from common.ranks.failures import first_line, say  # noqa: E402
 
 _IS_ON_CPU: ContextVar[bool] = ContextVar("_IS_ON_CPU", default=False)
-# nccl ends a process that waited too long, from a thread of its own and without saying for whom: later than
-# the watch does.
+# NCCL ends a process that has waited too long, from a separate thread and without naming the missing rank, so
+# its limit is longer than the failure detector's.
 NCCL_EXTRA_SECONDS = 30.0
 ALLOCATOR_VARIABLES = {f"PYTORCH_{kind}ALLOC_CONF" for kind in ("", "CUDA_", "HIP_")}
-# There where its driver is; the second on WSL.
+# Files that exist if the NVIDIA driver is installed; the second is for WSL.
 NVIDIA_DRIVER = ("/dev/nvidiactl", "/usr/lib/wsl/lib/nvidia-smi")
 BAD_INPUT = 2  # exit code
-JOIN_SECONDS = 45.0  # for all ranks of a machine to come; 40 times that for those of several
+JOIN_SECONDS = 45.0  # for all ranks to join on one machine; 40 times that on several
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 T = TypeVar("T")
-_host_group: dist.ProcessGroup | None = None  # of gloo beside nccl's world; None: the world is gloo's
-_store: dist.Store | None = None  # rank 0's serves the others as long as it is kept
-# What has a `release()` and must not outlive the process group: nccl does not end a communicator before the
-# last CUDA graph with one of its collectives is gone.
+_host_group: dist.ProcessGroup | None = None  # gloo group for an NCCL world; None: the world uses gloo
+_store: dist.Store | None = None  # rank 0's serves the others while it is referenced
+# Objects with a `release()` that must not outlive the process group: NCCL does not destroy a communicator
+# before the last CUDA graph with one of its collectives.
 RELEASED_AT_STOP: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def start(local_rank: int = -1, collective_timeout: float = 1800.0) -> None:
     """Join the process group: nccl on GPUs, gloo on CPUs; a single process becomes a world of one.
 
-    Besides nccl, a gloo group carries objects and CPU tensors: they do not use GPU memory, and waiting for a
-    rank that writes a file blocks no kernel.
+    In addition to NCCL, a gloo group carries objects and CPU tensors: they do not use GPU memory, and waiting
+    for a rank that writes a file blocks no kernel.
 
     A rank that keeps the others waiting for `collective_timeout` seconds stops all of them, and so does a
     rank that fails. Every rank must call this once, before any model is built. If the other ranks cannot be
@@ -63,21 +63,21 @@ def start(local_rank: int = -1, collective_timeout: float = 1800.0) -> None:
         os.environ |= alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     os.environ.setdefault("LOCAL_RANK", str(max(local_rank, 0)))
     if has_gpu() and not ALLOCATOR_VARIABLES & os.environ.keys():
-        # What one phase frees, the next asks for in other sizes: blocks that grow can be used again.
+        # Each phase requests other block sizes than the last one freed; expandable segments can be reused.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     choose_device()
     if not dist.is_initialized():
         backend = "nccl" if has_gpu() else "gloo"
         # DeepSpeed would compile its shared-memory collectives at the first start on a CPU: that needs a
-        # compiler, takes a while, and a killed build leaves a lock that hangs every later run. gloo needs
-        # none of this.
+        # compiler, takes a while, and a killed build leaves a lock that hangs every later run. gloo does not
+        # need them.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         limit = timedelta(seconds=collective_timeout + (NCCL_EXTRA_SECONDS if backend == "nccl" else 0))
-        # Groups that are made later, ZeRO's too, go by these.
+        # The defaults for groups created later, including ZeRO's.
         dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = limit
         with _joining():
             store = _join()
-            if world_size() > 1:  # connects to the store once more
+            if world_size() > 1:  # opens more connections to the store
                 watchdog.start(store, rank(), world_size(), collective_timeout)
         group = dist.PrefixStore("world", store)
         dist.init_process_group(backend, store=group, rank=rank(), world_size=world_size(), timeout=limit)
@@ -87,7 +87,7 @@ def start(local_rank: int = -1, collective_timeout: float = 1800.0) -> None:
 
 
 def _join() -> dist.Store:
-    """The store of the group, when all ranks have joined. Raises DistError if one does not come in time."""
+    """The store of the group, after all ranks have joined. Raises DistError if one does not join in time."""
     global _store
     if _store is None:
         is_one_machine = num_ranks_here() == world_size() or os.environ["MASTER_ADDR"] in LOOPBACK
@@ -128,7 +128,7 @@ def text_of_first_rank(key: str, make: Callable[[], str]) -> str:
         text = store.get(key).decode()
         if store.add(f"{key}: readers", 1) == world_size():
             store.set(f"{key}: is read", "")
-        if rank() == 0:  # it may be about to leave, and the store with it
+        if rank() == 0:  # rank 0 may exit next, and the store with it
             store.wait([f"{key}: is read"])
         return text
 
@@ -184,7 +184,7 @@ def computes_bf16() -> bool:
 
 
 def dtype_name(flag: str = "") -> str:
-    """The dtype that --dtype means: by default bf16 on a GPU with native bf16, else fp32.
+    """Name of the dtype selected by --dtype: by default bf16 on a GPU with native bf16, else fp32.
 
     `auto`, which the start of a run replaces, is treated as the default.
     """
@@ -192,12 +192,12 @@ def dtype_name(flag: str = "") -> str:
 
 
 def rank() -> int:
-    """Number of this process, 0 before `start`."""
+    """Rank of this process; before `start` the launcher's, or 0."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
-    """Number of processes, 1 before `start`."""
+    """Number of processes; before `start` the launcher's, or 1."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -265,13 +265,13 @@ def run_together(
 
     Raises:
         its own error on a rank where `work` raised one;
-        `failure`, with the rank and the text of the first of these errors, on the others. Without `failure` a
-        ValueError where it was one, else a RuntimeError.
+        `failure`, with the rank and the text of the first of these errors, on the others. Without `failure`
+        a ValueError with that text if it was one, else a RuntimeError.
     """
     result, error = None, None
     try:
         result = work()
-    except Exception as raised:  # whatever it is, the other ranks wait for this one
+    except Exception as raised:  # of any kind: the other ranks wait for this one
         error = raised
     outcomes = gather_objects((result, error and (isinstance(error, ValueError), str(error))), group)
     if error is not None:
@@ -286,13 +286,13 @@ def run_together(
 
 
 def make_on_first_rank(make: Callable[[], Path]) -> Path:
-    """The folder that `make()` filled on rank 0, for which the others wait. Every rank must call this.
+    """The folder that `make()` filled on rank 0; the other ranks wait for it. Every rank must call this.
 
     A machine that does not share rank 0's disk fills its own, on its first process. Raises as `run_together`.
     """
     if world_size() == 1:
         return make()
-    # A group of its own: tokenising millions of rows outlasts the usual time limit of a collective.
+    # A separate group: tokenising millions of rows takes longer than a collective's usual time limit.
     group = dist.new_group(backend="gloo", timeout=timedelta(hours=24), group_desc=PATIENT)
     try:
         folder = run_together(make if is_main() else lambda: None, group=group)[0]

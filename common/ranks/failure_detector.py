@@ -1,9 +1,9 @@
 """Failure detection: names the first rank to fail on all ranks, which then exit with code 4.
 
-A thread of each rank writes twice a second into the process group's store where its rank is (a `Beat`) and
-reads the verdict, with which all leave. Rank 0 looks at the beats of all ranks, every other rank at those of
-rank 0 and of the rank before it. A rank that fails writes the verdict itself; one that has lost others in a
-collective looks at all.
+Twice a second, a thread of each rank writes a heartbeat (`Beat`) with the rank's position to the process
+group's store, and reads the verdict, after which all ranks exit. Rank 0 checks the heartbeats of all ranks,
+every other rank those of rank 0 and of the rank before it. A rank that fails writes the verdict itself; a
+rank whose collective failed because others were lost checks all ranks.
 """
 
 import contextlib
@@ -26,27 +26,27 @@ from common.ranks.failures import say
 
 OTHER_RANK_FAILED = 4
 LOOK_SECONDS = 0.5
-DEAD_SECONDS = 1.0  # without a beat and a process: others may end at the same moment, all by Ctrl-C
-SILENT_SECONDS = 2.5  # without a beat, of a rank that others miss
-SETTLE_SECONDS = 3.0  # between a failed collective and the verdict: a beat must have time to fail
-LEAVE_SECONDS = 30.0  # for the others to leave too, after one that does with an exit code
-HEAR_SECONDS = 3.0  # for the others to hear the verdict before rank 0, which holds the store, ends
+DEAD_SECONDS = 1.0  # since the last heartbeat of a dead process: Ctrl-C ends all at about the same time
+SILENT_SECONDS = 2.5  # since the last heartbeat of a rank that others wait for
+SETTLE_SECONDS = 3.0  # from a failed collective to the verdict: a missing heartbeat must be noticed first
+LEAVE_SECONDS = 30.0  # for the others to exit after a rank that left with an exit code
+HEAR_SECONDS = 3.0  # for the others to read the verdict before rank 0, which hosts the store, exits
 VERDICT = "verdict"
-PATIENT = "patient"  # the description of groups whose collectives may take longer than the limit
+PATIENT = "patient"  # group_desc of groups whose collectives may exceed the limit
 DIED = (
     "its process disappeared without an error message. The launcher names the signal; the kernel's log "
     "(dmesg) shows whether memory had run out"
 )
 
-Process = tuple[str, int]  # machine and number
+Process = tuple[str, int]  # (machine, process id)
 
 
 class Beat(NamedTuple):
     """The heartbeat of a rank."""
 
     number: int
-    position: str  # such as "at step 3 in the rollout"
-    calls: dict[str, int]  # collectives begun so far, by group
+    position: str  # for example "at step 3 in the rollout"
+    calls: dict[str, int]  # collectives started so far, by group
     process: Process
 
 
@@ -55,15 +55,15 @@ class Verdict(NamedTuple):
 
     text: str  # names the first rank to fail and where it was
     rank: int
-    stuck: Process | None = None  # it cannot hear of it: who is on its machine kills it
-    by: int = -1  # the rank whose verdict it is
+    stuck: Process | None = None  # a rank on its machine kills it: it cannot read the verdict
+    by: int = -1  # rank that posted it
 
 
 class FailureDetector(threading.Thread):
     """The monitoring thread of a rank. `position()` returns the phase that the rank is in.
 
     `stores`: two clients of the group's store, for this thread and the main thread, because a client that
-    waits for an answer blocks its other callers. Time is counted in looks, one every LOOK_SECONDS, so it does
+    waits for a reply blocks its other callers. Time is counted in looks, one every LOOK_SECONDS, so it does
     not pass while this process is stopped (Ctrl-Z, the interpreter's lock).
     """
 
@@ -83,31 +83,33 @@ class FailureDetector(threading.Thread):
         self.store, self.main_store = stores
         self.process = (this_machine(), os.getpid())
         self.beats: dict[int, Beat] = {}
-        self.moved_at: dict[int, int] = {}  # the look of each rank's last beat
-        self.front: dict[str, tuple[int, int]] = {}  # by group: most collectives begun, and since which look
-        self.lost: str | None = None  # the words by which this rank has lost others
+        self.moved_at: dict[int, int] = {}  # look at which each rank's last heartbeat arrived
+        self.front: dict[str, tuple[int, int]] = {}  # by group: max collectives started, and since which look
+        self.lost: str | None = None  # error with which this rank lost others
         self.lost_at = 0
-        self.code = 0  # that this rank leaves with by its own will
+        self.code = 0  # exit code of a voluntary exit
         self._is_over = threading.Event()
         self._num_beats = self._num_looks = 0
 
     # ---- the main thread
 
     def tell_position(self) -> None:
-        """Publish this rank's position without waiting for an answer."""
-        with contextlib.suppress(dist.DistError):  # the thread finds out why
+        """Publish this rank's position without waiting for a reply."""
+        with contextlib.suppress(dist.DistError):  # the monitoring thread finds the cause
             self._beat(self.main_store)
 
     def report_failure(self, text: str) -> None:
         """Shut down all ranks because this rank failed."""
         self._is_over.set()
         self.join(HEAR_SECONDS)
-        with contextlib.suppress(dist.DistError):  # rank 0 has ended before
+        with contextlib.suppress(dist.DistError):  # rank 0 has already exited
             self._speak(self._post(Verdict(text, self.rank), self.main_store))
         self._all_leave(0.0 if self.rank else HEAR_SECONDS)
 
     def leave_with_others(self, text: str) -> None:
-        """Exit after other ranks were lost: this thread ends the process, or its store does not answer."""
+        """Exit after other ranks were lost. The monitoring thread ends the process; if it stalls because its
+        store does not reply, this call does.
+        """
         self.lost_at = self._num_looks
         self.lost = text
         num_looks = -1
@@ -119,7 +121,9 @@ class FailureDetector(threading.Thread):
         self._leave(self._of_first(stuck(0, self.position(), 2 * SETTLE_SECONDS, process)))
 
     def say_goodbye(self, code: int, reason: str) -> None:
-        """Exit voluntarily, together with all other ranks; with an exit code they must follow soon."""
+        """Exit voluntarily, together with all other ranks; after a non-zero code they must follow within
+        LEAVE_SECONDS.
+        """
         self.code = code
         if not self._all_leave(min(LEAVE_SECONDS, self.collective_timeout / 2) if code else float("inf")):
             text = f"rank {self.rank} left before the others, with exit code {code}, {self.position()}"
@@ -134,7 +138,7 @@ class FailureDetector(threading.Thread):
         while not self._is_over.wait(LOOK_SECONDS):
             try:
                 verdict = self.look()
-            except dist.DistError:  # the store is gone, and rank 0 with it
+            except dist.DistError:  # the store has disappeared, and rank 0 with it
                 verdict = self._of_first(Verdict(f"rank 0 died {self.position()}: {DIED}", 0))
             if verdict and not self._is_over.is_set():
                 self._leave(verdict)
@@ -143,9 +147,9 @@ class FailureDetector(threading.Thread):
     def look(self) -> Verdict | None:
         """Send a heartbeat, check the others, and return the verdict; None while all is well or undecided."""
         self._num_looks += 1
-        is_store_of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's
+        is_store_of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # set by torchrun
         if 0 in self.beats and is_dead(self.beats[0].process) and not is_store_of_launcher:
-            raise dist.DistStoreError("it was in rank 0")  # whose children may hold its sockets open
+            raise dist.DistStoreError("it was in rank 0")  # its children may keep its sockets open
         self._beat(self.store)
         posted = self.store.compare_set(VERDICT, "", "")
         if posted:
@@ -179,8 +183,8 @@ class FailureDetector(threading.Thread):
         return (self._num_looks - look) * LOOK_SECONDS
 
     def _judge(self) -> Verdict | None:
-        """Why all ranks must exit: a process is gone; a rank that others wait for sends no heartbeat, or did
-        not join a collective; or this rank's collective failed although all are alive.
+        """Verdict if all ranks must exit: a process died; a rank that others wait for sends no heartbeat, or
+        did not join a collective; or this rank's collective failed although all ranks are alive.
         """
         is_lost = self.lost is not None and self._seconds_since(self.lost_at) >= SETTLE_SECONDS
         late = self._find_late()
@@ -211,7 +215,7 @@ class FailureDetector(threading.Thread):
         """Ranks that have started fewer collectives than another rank, which has waited beyond the limit."""
         most = Counter(count_collectives())
         for beat in self.beats.values():
-            most |= Counter(beat.calls)  # the larger number of each group
+            most |= Counter(beat.calls)  # maximum per group
         for group, n in most.items():
             if n != self.front.get(group, (0, 0))[0]:
                 self.front[group] = (n, self._num_looks)
@@ -223,7 +227,7 @@ class FailureDetector(threading.Thread):
             if any(n < awaited.get(group, 0) for group, n in beat.calls.items())
         ]
 
-    # ---- leaving
+    # ---- exit
 
     def _speak(self, verdict: Verdict) -> None:
         """Print the reason for the shutdown (rank 0, or the rank that declared rank 0 dead)."""
@@ -245,7 +249,7 @@ class FailureDetector(threading.Thread):
         deadline = time.monotonic() + seconds
         own_key = f"left/{self.rank}"
         others = [f"left/{rank}" for rank in range(1, self.world_size)] if self.rank == 0 else ["left/0"]
-        with contextlib.suppress(dist.DistError):  # rank 0 has ended before
+        with contextlib.suppress(dist.DistError):  # rank 0 has already exited
             if self.rank:
                 self.main_store.set(own_key, "")
             while time.monotonic() < deadline:
@@ -257,14 +261,14 @@ class FailureDetector(threading.Thread):
         return True
 
     def _of_first(self, verdict: Verdict) -> Verdict:
-        """Verdict on rank 0, whose store is gone; the first remaining rank on each machine prints it."""
+        """Verdict on rank 0, whose store has disappeared; the first other rank on each machine prints it."""
         is_first = self.rank == 1 or os.environ.get("LOCAL_RANK") == "0"
-        time.sleep(LOOK_SECONDS if is_first else 2 * LOOK_SECONDS)  # by a signal all are on their way out
+        time.sleep(LOOK_SECONDS if is_first else 2 * LOOK_SECONDS)  # a signal may be ending all ranks
         return verdict._replace(by=self.rank if is_first else -1)
 
 
 def stuck(rank: int, position: str, seconds: float, process: Process | None) -> Verdict:
-    """Verdict on a process that is stopped, or a machine that is gone."""
+    """Verdict on a process that is stopped, or a machine that cannot be reached."""
     text = f"rank {rank} is stuck: no sign of life for {seconds:.0f} s; last seen {position}"
     return Verdict(text, rank, process)
 
@@ -279,7 +283,7 @@ def this_machine() -> str:
 
 
 def is_dead(process: Process) -> bool:
-    """Whether a process of this machine is gone; a stopped one is not, a zombie is."""
+    """Whether a process of this machine is dead; a zombie is, a stopped process is not."""
     machine, number = process
     try:
         is_here = machine == this_machine()
@@ -289,7 +293,7 @@ def is_dead(process: Process) -> bool:
 
 
 def kill(process: Process) -> None:
-    """End a process of this machine with a signal that also ends a stopped one."""
+    """End a process of this machine with SIGKILL, which also ends a stopped process."""
     machine, number = process
     if machine == this_machine():
         with contextlib.suppress(ProcessLookupError):
@@ -299,7 +303,7 @@ def kill(process: Process) -> None:
 def count_collectives() -> dict[str, int]:
     """Number of collectives that this rank has started, by group, without patient groups."""
     calls = {}
-    with contextlib.suppress(RuntimeError, ValueError):  # the main thread makes and ends groups meanwhile
+    with contextlib.suppress(RuntimeError, ValueError):  # the main thread may create or destroy groups
         for group, name in list(dist.distributed_c10d._world.pg_names.items()):
             if group.group_desc != PATIENT:
                 calls[name] = group._get_sequence_number_for_group()

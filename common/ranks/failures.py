@@ -30,7 +30,7 @@ class TooManyBadSteps(RuntimeError):
 def say(text: str) -> None:
     """Write a line to standard error at once; another thread may hold sys.stderr's lock.
 
-    It is lost if nobody reads: a signal to the whole process group also ends `| tee log`.
+    The line is lost if the stream has no reader: a signal to the whole process group also ends `| tee log`.
     """
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode(errors="replace"))
@@ -59,7 +59,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def cure_of_write(error: BaseException) -> str:
-    """What the user can do about a file that could not be written."""
+    """Cure for a file that could not be written."""
     if isinstance(error, PermissionError) or "Permission denied" in str(error):
         return "get the right to write there"
     if any(words in str(error) for words in NO_ROOM):

@@ -9,7 +9,7 @@ import torch
 
 
 class StepCosts:
-    """The timers of this process: `watchdog.phase` runs them, a program reads them once per step.
+    """The timers of this process: `watchdog.phase` runs them; a program reads them once per step.
 
     Time inside a nested timer counts for the outer one only: generation during an evaluation is evaluation.
     The phases of a step and the rest add up to its seconds. Costs between two steps, or in a skipped step,
@@ -34,9 +34,9 @@ class StepCosts:
             yield
         finally:
             if torch.cuda.is_initialized():
-                # A GPU computes behind its host: without this wait its work would be the next phase's. Once a
-                # phase, never in a micro-batch: what follows a phase reads its numbers anyway.
-                with contextlib.suppress(RuntimeError):  # a device that failed has raised already
+                # The GPU runs asynchronously: without this synchronisation its work would count for the next
+                # phase. Once per phase, never per micro-batch: results are read after a phase anyway.
+                with contextlib.suppress(RuntimeError):  # a failed device has already raised
                     torch.cuda.synchronize()
             spent = self.now() - started
             self.seconds[name] += spent
@@ -56,7 +56,7 @@ class StepCosts:
             self.seconds[target] += seconds
 
     def begin_step(self) -> None:
-        """Begin a step."""
+        """Start the clock of a step."""
         self._started = self.now()
         self._spent = 0.0
         self.flops = 0.0

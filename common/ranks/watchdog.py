@@ -1,7 +1,7 @@
 """The phase that each rank is in, for messages and timers; and the exit of a rank when it or another one
 fails.
 
-Nothing is watched in a world of one.
+Nothing is monitored in a world of one.
 """
 
 import atexit
@@ -37,7 +37,7 @@ class Position(NamedTuple):
 _position = Position()
 _depth = 0
 _detector: FailureDetector | None = None
-_told: set[str] | None = None  # outermost phases that the first rank has printed; None: it prints none
+_told: set[str] | None = None  # outermost phases that the first rank has printed; None: it does not print
 _began = time.monotonic()
 
 
@@ -83,7 +83,7 @@ def phase(name: str, step: int | None = None, *, clock: str = "") -> Iterator[No
             yield
     except BaseException as error:
         if not hasattr(error, "rank_position"):
-            error.rank_position = _position  # the innermost; who takes the error has left it
+            error.rank_position = _position  # innermost phase; the handler runs outside it
         raise
     finally:
         _depth -= 1
@@ -91,13 +91,13 @@ def phase(name: str, step: int | None = None, *, clock: str = "") -> Iterator[No
 
 
 def start(store: dist.Store, rank: int, world_size: int, collective_timeout: float) -> None:
-    """Start monitoring. Every rank of several must call this, once it has joined the store."""
+    """Start monitoring. Every rank of a world larger than one must call this after it joined the store."""
     global _detector
     stores = tuple(dist.PrefixStore("triptych", store.clone()) for _ in range(2))
     _detector = FailureDetector(rank, world_size, collective_timeout, lambda: str(_position), stores)
-    _detector.tell_position()  # a rank that has never beaten is not missed
+    _detector.tell_position()  # a rank without a first heartbeat is not monitored
     _detector.start()
-    # A program that does not go through run_program.
+    # For programs that do not use run_program.
     atexit.register(lambda: say_goodbye(int(hasattr(sys, "last_value"))))
 
 
@@ -118,7 +118,7 @@ def leave_after(error: Exception) -> None:
     else with a traceback. Returns in a world of one, where the interpreter prints the error.
     """
     global _position
-    _position = getattr(error, "rank_position", _position)  # the beats go on telling it
+    _position = getattr(error, "rank_position", _position)  # later heartbeats report it too
     text = kind_and_line(error)
     rank = os.environ.get("RANK")
     no_memory = is_out_of_memory(error)
@@ -129,7 +129,7 @@ def leave_after(error: Exception) -> None:
         return
     if has_lost_ranks(error) and not no_memory:
         _detector.leave_with_others(text)
-    if no_memory and rank != "0":  # which says it for all
+    if no_memory and rank != "0":  # rank 0 prints the verdict
         say(f"error: rank {rank} ran out of memory {_position}: {text}")
     elif not no_memory:
         traceback.print_exception(error)

@@ -55,8 +55,8 @@ def local_shard(parameter: nn.Parameter) -> torch.Tensor:
 def swapped_shards(parameters: dict[str, nn.Parameter], values: dict[str, torch.Tensor]) -> Iterator[None]:
     """Context in which `values`, by name and with the shapes of `local_shard`, replace the weights.
 
-    Whole weights must be the same on all ranks. Every rank must call this. After an error in the block they
-    stay: the other ranks may not have reached its end.
+    Whole weights must be the same on all ranks. Every rank must call this. After an error in the block the
+    weights are not restored: the other ranks may not have reached its end.
     """
     saved = {name: local_shard(parameter).detach().clone() for name, parameter in parameters.items()}
     _write_shards(parameters, values)
@@ -68,8 +68,8 @@ def swapped_shards(parameters: dict[str, nn.Parameter], values: dict[str, torch.
 def _write_shards(parameters: dict[str, nn.Parameter], values: dict[str, torch.Tensor]) -> None:
     for name, parameter in parameters.items():
         if is_sharded(parameter):
-            # A small parameter stays whole between uses (persistence): without this its old whole copy would
-            # be read instead of the shard.
+            # A small parameter stays whole between uses (persistence); unless it is partitioned again, its
+            # old whole copy would be read instead of the shard.
             parameter.partition(has_been_updated=False)
         elif distributed.world_size() > 1:
             _write_whole(parameter, values[name])
@@ -91,10 +91,10 @@ class OwnedRun(NamedTuple):
     """Location of a part of a trained parameter in a tensor that an optimizer updates on this rank."""
 
     parameter: nn.Parameter
-    start: int  # in the flat parameter
-    numel: int  # 0 where other ranks hold all of it
-    owner: torch.Tensor  # what the optimizer's state goes by
-    offset: int = 0  # in the flat owner
+    start: int  # offset in the flat parameter
+    numel: int  # 0 if other ranks hold all of it
+    owner: torch.Tensor  # key of the optimizer's state
+    offset: int = 0  # offset in the flat owner
 
 
 def find_owned_runs(engine: Any) -> Iterator[OwnedRun]:
@@ -124,24 +124,24 @@ def find_owned_runs(engine: Any) -> Iterator[OwnedRun]:
 class OptimizerStates:
     """fp32 weights and moments of a ZeRO engine, which can be moved to pinned CPU memory.
 
-    They stay the same tensors. What --offload keeps on the CPU stays there.
+    The tensor objects stay the same. States that --offload keeps on the CPU stay there.
     """
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
-        # DeepSpeed moves them itself; under stage 3 only those of a FusedAdam of its own.
+        # DeepSpeed can move them itself, but under stage 3 only those of its own FusedAdam.
         self.is_ours = engine.zero_optimization_stage() == 3 and not engine.zero_use_cpu_optimizer()
-        self.pinned: list[tuple[torch.Tensor, torch.Tensor]] = []  # (state, its place on the CPU)
+        self.pinned: list[tuple[torch.Tensor, torch.Tensor]] = []  # (state, its CPU copy)
 
     def offload(self) -> None:
-        """Move them to the CPU. Raises what DeepSpeed raises if parameters are offloaded."""
+        """Move the states to the CPU. Raises DeepSpeed's error if parameters are offloaded."""
         if not self.is_ours:
             self.engine.offload_states(include=STATES)
             return
         zero = self.engine.optimizer
         moments = [t for state in zero.optimizer.state.values() for t in state.values() if t.dim()]
         states = [*zero.fp32_partitioned_groups_flat, *moments]
-        if len(self.pinned) != len(states):  # the first time, and once there are moments
+        if len(self.pinned) != len(states):  # on the first call, and once moments exist
             pin = distributed.has_gpu()
             self.pinned = [(t, torch.empty_like(t, device="cpu", pin_memory=pin)) for t in states]
         for state, place in self.pinned:
@@ -149,7 +149,7 @@ class OptimizerStates:
             state.data = place
 
     def reload(self) -> None:
-        """Move them back."""
+        """Move the states back to the GPU."""
         if not self.is_ours:
             self.engine.reload_states()
         for state, place in self.pinned:

@@ -1,9 +1,9 @@
 """Checkpoints: folders with the whole state of a run, either complete or absent.
 
 OUTPUT_DIR/checkpoints/step-000200/ holds PART-rank-00000.safetensors, ... for every part and rank, and
-meta.json: the JSON state of all parts, the flags, and the SHA-256 of every file. It is written under another
-name and renamed when everything is on the disk; only then are older ones removed. A damaged checkpoint is
-named and skipped for the newest one that is complete.
+meta.json: the JSON state of all parts, the flags, and the SHA-256 of every file. It is written under a
+temporary name and renamed when everything is on the disk; only then are older ones removed. A damaged
+checkpoint is reported, and the newest intact one is used instead.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from common.runs.durable_files import WRITING, SaveFailed, publish_folder, remov
 from common.runs.saved_state import Stateful, TensorReader, write_slices
 
 FOLDER, META = "checkpoints", "meta.json"
-FORMAT = 3  # raise it when an older reader would misread the files
+FORMAT = 3  # increment if an older reader would misread the files
 _NAME = re.compile(r"step-(\d+)(-rollout|-update-(\d+))?")
 
 
@@ -87,7 +87,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def find_checkpoints(path: Path) -> tuple[list[Checkpoint], list[str]]:
-    """The checkpoint at a path, or those of a run's folder, newest first; and what is wrong with others."""
+    """The checkpoint at a path, or those of a run's folder, newest first; and messages on damaged ones."""
     parent = path if path.name == FOLDER else path / FOLDER
     folders = [path] if (path / META).exists() else [p for p in parent.glob("*") if checkpoint_order(p.name)]
     checkpoints, doubts = [], []
@@ -113,12 +113,12 @@ def save_checkpoint(
     def prepare() -> None:
         if is_main:
             shutil.rmtree(temporary, ignore_errors=True)
-            # No parents: a run's folder that is gone (an unmounted disk) is not made elsewhere.
+            # No parents: a run's folder that has disappeared (an unmounted disk) is not created again.
             temporary.parent.mkdir(exist_ok=True)
             temporary.mkdir()
 
     def write() -> tuple[dict[str, Any], dict[str, Any]]:
-        # First: a rank that cannot write must not leave the others in an engine's reduction.
+        # First, because json_state may reduce over ranks: no rank waits there for one that cannot write.
         states = {part: thing.json_state() for part, thing in parts.items()}
         return states, _write_parts(temporary, parts)
 
@@ -135,17 +135,17 @@ def save_checkpoint(
         distributed.run_together(prepare, SaveFailed)
         written = distributed.run_together(write, SaveFailed)
         distributed.run_together(commit, SaveFailed)
-    except Exception as error:  # safetensors and Python each have their own for a full disk
+    except Exception as error:  # safetensors and Python raise different errors on a full disk
         if is_main:
             shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, SaveFailed) or has_lost_ranks(error):  # another rank's
+        if isinstance(error, SaveFailed) or has_lost_ranks(error):  # raised by another rank
             raise
         raise SaveFailed(f"rank {distributed.rank()} failed: {error}") from error
     if is_main and save_total_limit:
         for old in find_checkpoints(run_folder)[0][save_total_limit:]:
             try:
                 remove_folder(old.folder)
-            except OSError as error:  # the new one is whole: nothing is lost
+            except OSError as error:  # the new one is complete: nothing is lost
                 print(f"warning: {old.folder} could not be removed: {error.strerror}", flush=True)
     distributed.barrier()
 
@@ -173,12 +173,12 @@ def _digest(path: Path) -> str:
 
 
 def newest_whole(candidates: Sequence[Checkpoint], doubts: list[str]) -> Checkpoint | None:
-    """The newest checkpoint whose every byte is intact; None if all are damaged.
+    """The newest checkpoint whose files are all intact; None if there is none.
 
-    Appends to `doubts` what is wrong with newer ones. Every rank must call this.
+    Appends messages on newer, damaged ones to `doubts`. Every rank must call this.
     """
     for candidate in candidates:
-        # Each rank reads its share of the files: all of them are read once.
+        # Each rank verifies its share, so that each file is read once.
         share = slice(distributed.rank(), None, distributed.world_size())
         damages = [d for d in distributed.gather_objects(candidate.damaged_file(share)) if d]
         if not damages:

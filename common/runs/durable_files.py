@@ -40,7 +40,7 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems take no order for a folder: they keep its names on their own.
+        # Some network file systems cannot sync a folder: they keep its names durable themselves.
         if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)):
             raise
     finally:
@@ -51,7 +51,7 @@ def read_object(path: Path, **kinds: type) -> dict[str, Any]:
     """The JSON object in a file; {} if the file does not exist.
 
     Raises ValueError, with the file's name, if it cannot be read, holds something else, or has a value of
-    another kind than `kinds` names.
+    another type than `kinds` gives.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -115,7 +115,7 @@ def publish_folder(temporary: Path, folder: Path) -> None:
             old.rename(folder)
         raise
     sync(folder.parent)
-    _remove(old)  # what cannot be removed now is a leftover, and no failure
+    _remove(old)  # a failure only leaves a leftover
 
 
 def remove_folder(folder: Path) -> None:
@@ -127,7 +127,7 @@ def remove_folder(folder: Path) -> None:
     _remove(leaving)
     folder.rename(leaving)
     sync(folder.parent)
-    _remove(leaving)  # a file that is still open elsewhere stays a leftover
+    _remove(leaving)  # a file that is open elsewhere stays as a leftover
 
 
 def remove_leftovers(parent: Path) -> None:
@@ -143,6 +143,6 @@ def remove_leftovers(parent: Path) -> None:
 
 def _remove(path: Path) -> None:
     """Remove a folder, a file or a link (not its target); what cannot be removed stays."""
-    shutil.rmtree(path, ignore_errors=True)  # it takes folders only
+    shutil.rmtree(path, ignore_errors=True)  # folders only
     with contextlib.suppress(OSError):
         path.unlink()

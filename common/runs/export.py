@@ -33,7 +33,7 @@ from common.runs.older_readers import add_older_names, add_older_tokenizer_names
 
 METADATA_FILE = "triptych.json"
 NEW_PAD_TOKEN = "<|pad|>"
-# A pipeline shows the score itself where its problem is a regression, else a sigmoid of it.
+# A pipeline returns the score itself if the problem is a regression, else its sigmoid.
 SCORE_LABEL = {"id2label": {0: "reward"}, "label2id": {"reward": 0}, "problem_type": "regression"}
 
 
@@ -144,7 +144,7 @@ def _replace(
 
     try:
         distributed.run_together(write if distributed.is_main() else lambda: None, SaveFailed)
-    except Exception as error:  # safetensors, tokenizers and Python each have their own for a full disk
+    except Exception as error:  # safetensors, tokenizers and Python raise different errors on a full disk
         if distributed.is_main():
             shutil.rmtree(temporary, ignore_errors=True)
         if has_lost_ranks(error):
@@ -158,9 +158,9 @@ def _replace(
 
 def _write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write the tokenizer so that transformers 4 reads it as transformers 5 does."""
-    tokenizer.save_pretrained(folder, save_jinja_files=False)  # old readers look into the configuration
+    tokenizer.save_pretrained(folder, save_jinja_files=False)  # older readers need the template in the config
     base = {}
-    with contextlib.suppress(OSError, ValueError):  # gone since it was loaded
+    with contextlib.suppress(OSError, ValueError):  # removed since it was loaded
         base = get_tokenizer_config(tokenizer.name_or_path)
     _edit(folder / "tokenizer_config.json", lambda said: add_older_tokenizer_names(said, base, tokenizer))
 
@@ -183,11 +183,11 @@ def _write_model(
     """
     num_rows = max(plain.num_exported_rows, num_token_ids(tokenizer))
     _set_num_rows(plain, state, num_rows)
-    exported = copy.copy(plain)  # the same modules, with configurations of its own
-    save_as_class(exported)  # its base may pack weights
+    exported = copy.copy(plain)  # shares the modules, not the configurations
+    save_as_class(exported)  # the base's files may pack weights in another way
     exported.config = copy.deepcopy(plain.config)
     exported.config.update({"use_cache": True} | changes)
-    if getattr(plain, "hf_quantizer", None):  # the weights are unpacked
+    if getattr(plain, "hf_quantizer", None):  # weights are saved dequantized
         exported.hf_quantizer = None
         del exported.config.quantization_config
     exported.config.get_text_config().vocab_size = num_rows
@@ -257,7 +257,7 @@ def _savable_generation_config(
         "eos_token_id": _stop_ids(tokenizer, generation_config),
         "pad_token_id": tokenizer.pad_token_id,
     }
-    # Others are valid by these two.
+    # The validity of the others depends on these two.
     for name in sorted(values, key=lambda name: (name not in ("do_sample", "num_beams"), name)):
         trial = copy.deepcopy(kept)
         setattr(trial, name, values[name])
@@ -308,7 +308,7 @@ def save_adapter(
         config.task_type = "SEQ_CLS" if others else "CAUSAL_LM"
         config.inference_mode = True
         config.save_pretrained(temporary)
-        if others and pooling != "last":  # PEFT has no field for it: it says that it does not know the name
+        if others and pooling != "last":  # not a field of PEFT, which warns of it
             _edit(temporary / ADAPTER_CONFIG, lambda said: said.update({POOLING: pooling}))
         save_file(weights, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
 
@@ -316,7 +316,7 @@ def save_adapter(
 
 
 def damage_of_export(folder: Path) -> str:
-    """What an export or adapter lacks to be loaded, by its files' names and headers; "" if nothing."""
+    """Why an export or adapter cannot be loaded, from its files' names and headers; "" if it can."""
     weights = sorted(folder.glob("*.safetensors"))
     try:
         index = read_object(folder / "model.safetensors.index.json", weight_map=dict)
@@ -333,7 +333,7 @@ def damage_of_export(folder: Path) -> str:
 
 
 def read_metadata(folder: str) -> dict[str, Any]:
-    """Contents of triptych.json in an export; {} for a model from elsewhere.
+    """Contents of triptych.json in an export; {} for a model without it.
 
     Raises ValueError, with the file's name, if this program did not write it.
     """

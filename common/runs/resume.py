@@ -15,7 +15,7 @@ from common.runs.durable_files import WRITING, read_if_whole, read_object
 from common.runs.export import damage_of_export
 from common.runs.run_files import ARGS_FILE, FINISHED_FILE, LOCK_FILE
 
-# What a launch script or the demo may have put into the folder before the program starts.
+# Files that a launch script or the demo may have written before the program starts.
 FOREIGN_FILES = {"train.log", "log", LOCK_FILE}
 NOT_WORTH_A_NOTE = {"output_dir", "resume", "dry_run", "local_rank"}
 LENGTH_FLAGS = ("num_train_epochs", "max_train_steps")
@@ -26,9 +26,9 @@ class EarlierRun:
     """The run to resume: its `checkpoints`, newest first; empty for a new run."""
 
     checkpoints: list[Checkpoint] = field(default_factory=list)
-    is_elsewhere: bool = False  # of another folder than --output_dir
+    is_elsewhere: bool = False  # checkpoints outside --output_dir
     notes: list[str] = field(default_factory=list)
-    finished: str = ""  # what to say of a run that has nothing left to do
+    finished: str = ""  # message if nothing is left to do
 
 
 def find_run(args: Any, problems: Problems) -> EarlierRun:
@@ -141,7 +141,7 @@ def compare_flags(args: Any, saved: dict[str, Any], origin: str, problems: Probl
                 f"{origin} was made with --{name} {saved[name]}, a removed flag (see docs/migration.md): "
                 "resume it with the version that wrote it, or start over with --resume overwrite"
             )
-    saved = vars(type(args)()) | saved  # an older program did not have all flags
+    saved = vars(type(args)()) | saved  # older versions lack some flags
     for flag in dataclasses.fields(args):
         now = getattr(args, flag.name)
         before = typed(flag, saved[flag.name])

@@ -1,4 +1,4 @@
-"""The life of a run on disk: it starts or resumes, saves checkpoints when due, and stops on request."""
+"""Lifecycle of a run on disk: start or resume, checkpoints when due, stop on request."""
 
 import contextlib
 import dataclasses
@@ -40,22 +40,22 @@ from common.runs.resume import EarlierRun
 from common.runs.run_logger import ROOT, RunLogger
 from common.runs.saved_state import RandomState, Stateful, TensorReader
 
-# A terminal's Ctrl-C reaches every rank, and the launcher passes on a signal of its own: that is one request.
+# Ctrl-C in a terminal reaches every rank, and the launcher sends another signal: both are one request.
 SAME_REQUEST_SECONDS = 2.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "datasets", "numpy", "peft", "flash-attn")
 
 
-class Stopped(Exception):  # noqa: N818  (nothing went wrong)
-    """The run was asked to stop, and its state is saved; the message says where. Raised on every rank."""
+class Stopped(Exception):  # noqa: N818  (not an error)
+    """The run was stopped on request with its state saved; the message says where. Raised on every rank."""
 
 
 class Run(Stateful):
-    """The life of one program's run. Every rank must create and use one together.
+    """Lifecycle of a program's run. Every rank must create one and call its methods together.
 
-    Its own part of a checkpoint is its progress; `parts` are the others. `rows` gives the rows of a step and
-    of an optimizer step over all ranks, keyed by the flags whose product with the number of ranks they are.
-    `frozen` gives the path of each model that is not in a checkpoint, by its flag.
+    Its own part of a checkpoint is its progress; `parts` are the others. `rows` has the numbers of rows per
+    step and per optimizer step over all ranks, each keyed by the flags whose product with the number of ranks
+    it is. `frozen` has the path of each model that is not in a checkpoint, keyed by its flag.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class Run(Stateful):
         self.logger = logger
         self.data = data
         self.rows = rows
-        self.step = 0  # that are done
-        self.num_refused = 0  # of them, and evaluations
-        self.num_updates = 0  # that changed a model
-        self.models: dict[str, str] = {}  # fingerprints of the frozen ones
-        self.facts: dict[str, Any] = {}  # what the export will say
+        self.step = 0  # steps done
+        self.num_refused = 0  # skipped steps and evaluations
+        self.num_updates = 0  # steps that changed a model
+        self.models: dict[str, str] = {}  # fingerprints of the frozen models
+        self.facts: dict[str, Any] = {}  # metadata for the export
         self.parts = dict(parts) | {"progress": self, "random": RandomState(), "log": logger}
         self.frozen = frozen or {}
         self.folder = Path(args.output_dir) if args.output_dir else None
@@ -119,7 +119,7 @@ class Run(Stateful):
                     f"choose them so that their product stays {before}"
                 )
         self.step, self.facts = state["step"], state["facts"]
-        self.num_refused = state.get("num_refused", 0)  # older checkpoints have it elsewhere
+        self.num_refused = state.get("num_refused", 0)  # stored elsewhere in older checkpoints
         self.num_updates = state.get("num_updates", max(self.step - self.num_refused, 0))
 
     def begin(self) -> None:
@@ -131,13 +131,13 @@ class Run(Stateful):
         taken = None
         self.models = distributed.run_together(self._fingerprints)[0]
         if distributed.is_main() and self.folder and not (self.folder / run_files.ARGS_FILE).exists():
-            # First of all: without it the same command would take what follows for another run's.
+            # Before all other files: without it, a rerun would take them for another run's.
             self.folder.mkdir(parents=True, exist_ok=True)
             self._write_json(run_files.ARGS_FILE, self.flags)
         if earlier.checkpoints:
             parts = dict(self.parts)
             if earlier.is_elsewhere:
-                del parts["log"]  # this folder's files have nothing of that run
+                del parts["log"]  # this folder's log files are not of that run
             with watchdog.phase("the loading of the checkpoint"):
                 taken = load_newest(earlier.checkpoints, parts)
         if taken and not earlier.is_elsewhere:
@@ -178,7 +178,7 @@ class Run(Stateful):
             return
         for folder in list(checkpoints.iterdir()):
             order = checkpoint_order(folder.name)
-            if order and order > checkpoint_order(self.last_saved):  # another future
+            if order and order > checkpoint_order(self.last_saved):  # superseded by this resume
                 aside = folder.with_name(folder.name + ".superseded")
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.rename(aside)
@@ -199,7 +199,7 @@ class Run(Stateful):
             "dtype": self.flags["resolved_dtype"],
             "data_key": self.data.key,
             "models": self.models,
-            "global_rows": next(iter(self.rows.values())),  # of a step
+            "global_rows": next(iter(self.rows.values())),  # per step
             "data": self.data.report.facts(),
             "parameters": {name: _count_parameters(engine.module) for name, engine in engines.items()},
             "code": _code_version(),
@@ -213,9 +213,9 @@ class Run(Stateful):
         }
 
     def point(self, step: int, position: str = "") -> None:
-        """Save the state after a step if --save_interval asks for it. Every rank must call this.
+        """Save the state after a step if --save_interval requires it. Every rank must call this.
 
-        A run that was asked to stop also saves at a `position` within the step and exits: raises Stopped, or
+        After a request to stop, also saves at a `position` within the step and exits: raises Stopped, or
         SaveFailed if that checkpoint could not be written.
         """
         name = checkpoint_name(step, position)
@@ -313,7 +313,7 @@ class IntervalClock:
 
 
 class StopRequest:
-    """Whether SIGTERM or SIGINT asked this process to save and exit; a second signal exits at once.
+    """A request by SIGTERM or SIGINT to save and exit; a second signal exits at once.
 
     Python calls a signal handler between two bytecode instructions, and a rank that waits in a collective
     executes none. So a thread reads the signal number from the interpreter's wake-up descriptor.
@@ -352,7 +352,7 @@ class StopRequest:
             os._exit(128 + number)
 
     def is_asked_anywhere(self) -> bool:
-        """Whether any rank was asked. Every rank must call this."""
+        """Whether any rank received a request. Every rank must call this."""
         return distributed.max_float(float(bool(self.name))) > 0
 
 

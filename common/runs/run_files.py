@@ -18,20 +18,20 @@ from typing import IO, Any
 
 from common.runs.durable_files import read_if_whole
 
-ARGS_FILE = "args.json"  # the flags, with what they resolve to
-RUN_FILE = "run.json"  # the flags' defaults, and of each start: time, versions, device, data digest
-FINISHED_FILE = "finished.json"  # nothing is left to do
-LOCK_FILE = "lock.json"  # the process that writes here, and how it ended
-METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # a line a step, an evaluation, a sample
-ROLLOUTS = "rollouts.jsonl.gz"  # --save_rollouts: a gzip member a step, a line a response
+ARGS_FILE = "args.json"  # the flags, and the dtype they resolve to
+RUN_FILE = "run.json"  # default flags; time, versions, device, data digest of each start
+FINISHED_FILE = "finished.json"  # written when nothing is left to do
+LOCK_FILE = "lock.json"  # process that writes here, and its exit code
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # one line per step, evaluation, sample
+ROLLOUTS = "rollouts.jsonl.gz"  # --save_rollouts: one gzip member per step, one line per response
 REPORT = "report.html"
-TRACKERS_FILE = "trackers.json"  # the runs in --trackers, and how far they are
+TRACKERS_FILE = "trackers.json"  # run ids in --trackers, and their newest steps
 
-STOPPED = 75  # exit code, EX_TEMPFAIL of <sysexits.h>: the same command resumes
+STOPPED = 75  # exit code, EX_TEMPFAIL of <sysexits.h>: rerun the same command to resume
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _REFUSED = 2
-# The file, open while this process holds a folder, what it says, and what it said before. The lock ends too
-# when this process closes the file anywhere else.
+# The open lock file of the folder that this process holds, its contents, and its previous contents. Closing
+# any other handle of the file in this process also releases the lock.
 _held: tuple[IO[str], dict[str, Any], dict[str, Any]] | None = None
 
 
@@ -91,7 +91,7 @@ def release_lock(exit_code: int | None) -> None:
     file, lock, before = _held
     if exit_code == _REFUSED and not before:
         Path(file.name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # something else is in it
+        with contextlib.suppress(OSError):  # not empty
             Path(file.name).parent.rmdir()
     elif exit_code is not None:
         _write(file, before if exit_code == _REFUSED else lock | {"exit_code": exit_code})
@@ -100,12 +100,12 @@ def release_lock(exit_code: int | None) -> None:
 
 
 def _lock(file: IO[str]) -> None:
-    # Not flock, which a forked child would hold on to after this process has died.
+    # Not flock, which a forked child would still hold after this process has died.
     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _write(file: IO[str], lock: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+    with contextlib.suppress(OSError):  # a full disk: the lock is held anyway
         file.truncate(0)
         file.write(json.dumps(lock))
         file.flush()

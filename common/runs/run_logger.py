@@ -35,7 +35,7 @@ from common.runs.saved_state import Stateful, TensorReader
 ROOT = Path(__file__).resolve().parents[2]
 REPORT_SECONDS = 300
 PROJECT = "triptych"
-TENSORBOARD = "tensorboard"  # has no runs to resume: it hides what was sent for the steps that come again
+TENSORBOARD = "tensorboard"  # no run to resume: purge_step hides the points of repeated steps
 _OWN_PROJECT = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME", "trackio": "TRACKIO_PROJECT"}
 _RUN_ID = {TENSORBOARD: "log_dir", "wandb": "id", "mlflow": "info.run_id", "trackio": "name"}
 
@@ -45,7 +45,7 @@ class _GrowingFile:
 
     def __init__(self, path: Path, note: Callable[[str], None]) -> None:
         self.path, self.note = path, note
-        self.size = 0  # bytes that have been written
+        self.size = 0  # bytes written
         self.waiting = b""
 
     def append(self, data: bytes = b"") -> None:
@@ -126,7 +126,7 @@ class RunLogger(Stateful):
     def note(self, text: str) -> None:
         """Print a line; it is dropped if the stream has no reader any more."""
         if self.is_on:
-            with contextlib.suppress(OSError):  # a full disk, or a pipe whose reader has gone
+            with contextlib.suppress(OSError):  # a full disk, or a pipe without a reader
                 print(text, flush=True)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -169,13 +169,13 @@ class RunLogger(Stateful):
         if self.folder:
             try:
                 draw_run(self.folder)
-            except Exception as error:  # whatever it is: models and metrics are there
+            except Exception as error:  # of any kind: models and metrics are saved
                 failure = f"note: {REPORT} was not written ({type(error).__name__}: {error})"
                 self.note(f"{failure}; python -m tools.report {self.folder} writes the report")
 
     def _write(self, name: str, step: int, fields: Mapping[str, Any]) -> None:
         if self.folder:
-            # A gradient's norm is infinite in a step that fp16 skips.
+            # json_line, because the gradient norm is infinite in a step that fp16 skips.
             self.files[name].append(json_line({"step": step, **fields}).encode())
 
     def _print(self, step: int, metrics: Mapping[str, float], end: str = "") -> None:
@@ -199,7 +199,7 @@ def peak_memory_gib() -> float:
     """Peak memory of this process: of the GPU if there is one, else resident memory."""
     if distributed.has_gpu():
         return torch.cuda.max_memory_allocated() / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
@@ -220,7 +220,7 @@ def start_tracker(kind: str, run_id: str, args: RunArguments, last_step: int | N
     """
     from accelerate import tracking  # slow to import
 
-    # Its own logger asks for a process state, which joins the group once more.
+    # accelerate's logger needs a process state, which would join the process group again.
     tracking.logger = logging.getLogger(tracking.__name__)
     project = os.environ.get(_OWN_PROJECT.get(kind, "")) or PROJECT
     run_name = Path(args.output_dir).resolve().name if args.output_dir else "run"
@@ -235,10 +235,10 @@ def start_tracker(kind: str, run_id: str, args: RunArguments, last_step: int | N
         tracker = tracking.WandBTracker(project, dir=args.output_dir or None, **options)
     elif kind == "mlflow":
         tracker = tracking.MLflowTracker(project, run_id=run_id or None, run_name=run_name)
-    else:  # trackio's runs have no id but their name, and no configuration but the one they begin with
+    else:  # trackio: a run's id is its name, and its configuration is set at the start
         name = run_id or f"{run_name}-{uuid.uuid4().hex[:6]}"
         tracker = tracking.TrackioTracker(project, name=name, resume="allow", config=flags)
-    # Nobody but the first rank comes here, so accelerate need not find out which one is.
+    # Only the first rank calls this, so accelerate need not check.
     tracker.main_process_only = False
     tracker.start()
     if not run_id and kind != TENSORBOARD:
@@ -252,8 +252,8 @@ class TrackerGroup:
     def __init__(self, args: RunArguments, note: Callable[[str], None]) -> None:
         self.args, self.note = args, note
         self.file = Path(args.output_dir) / TRACKERS_FILE if args.output_dir else None
-        self.trackers: dict[str, Any] = {}  # accelerate's
-        # By tracker: its run_id, the newest step that it was sent, and the names sent for that step.
+        self.trackers: dict[str, Any] = {}  # accelerate's GeneralTracker
+        # By tracker: its run_id, the newest step sent to it, and the metric names sent for that step.
         self.sent: dict[str, dict[str, Any]] = {}
 
     def open(self, last_step: int | None) -> None:
@@ -261,18 +261,18 @@ class TrackerGroup:
         name.
         """
         if self.file and last_step is None:
-            self.file.unlink(missing_ok=True)  # of an earlier run in this folder
+            self.file.unlink(missing_ok=True)  # from an earlier run in this folder
         known = read_if_whole(self.file) if self.file else {}
         for kind in dict.fromkeys(self.args.trackers):
             sent = {} if kind == TENSORBOARD else known.get(kind, {})
             try:
                 tracker, run_id = start_tracker(kind, sent.get("run_id", ""), self.args, last_step)
-            except Exception as error:  # no server, not logged in, a deleted run: its own
+            except Exception as error:  # library-specific: no server, no login, a deleted run
                 what = f"--trackers {kind} cannot begin"
                 raise ValueError(f"{what} ({kind_and_line(error)}); log in, or leave it out") from error
             run = tracker.tracker
             if sent and kind == "wandb" and not run.offline and run.step <= sent["step"]:
-                sent |= {"step": run.step, "names": []}  # a killed process had not sent its last
+                sent |= {"step": run.step, "names": []}  # a killed process had not sent its last metrics
             self.trackers[kind] = tracker
             self.sent[kind] = sent or {"run_id": run_id, "step": -1, "names": []}
         self._write()
@@ -292,7 +292,7 @@ class TrackerGroup:
             try:
                 if new:
                     tracker.log(new, step=step)
-            except Exception as error:  # metrics.jsonl has everything
+            except Exception as error:  # metrics.jsonl has all metrics
                 del self.trackers[kind]
                 self.note(f"warning: {kind} takes no more metrics ({error}); they are not sent any more")
         self._write()
@@ -302,7 +302,7 @@ class TrackerGroup:
         for kind, tracker in self.trackers.items():
             try:
                 tracker.finish()
-            except Exception as error:  # what was sent is there
+            except Exception as error:  # metrics sent before remain
                 self.note(f"warning: {kind} was not closed well ({error})")
         self.trackers = {}
 

@@ -1,8 +1,8 @@
 """The state in a checkpoint: slices of flat tensors in safetensors files, and JSON.
 
 A slice is a contiguous part of a flat tensor and is independent of ranks and ZeRO stages. Each rank writes
-those that it owns and reads those that it needs, so M ranks under one stage can read what N ranks saved under
-another. DeepSpeed's own checkpoints are pickles and need a manual conversion for that.
+the slices that it owns and reads those that it needs, so M ranks under one stage can read what N ranks saved
+under another. DeepSpeed's own checkpoints are pickles and need a manual conversion for that.
 """
 
 import json
@@ -25,7 +25,7 @@ from common.ranks.zero3 import find_owned_runs, is_sharded, own_share
 MOMENTS = ("exp_avg", "exp_avg_sq")
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 ALL = "*"
-PIECE_ELEMENTS = 2**26  # that are brought to the host at a time
+PIECE_ELEMENTS = 2**26  # elements copied to the host at a time
 SAFETENSORS_NAMES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
     **{torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"},
@@ -41,13 +41,13 @@ class TensorSlice(NamedTuple):
 
 
 class TensorReader:
-    """Reads slices from the files of all ranks, however they were cut when they were written."""
+    """Reads slices from the files of all ranks, regardless of how they were split when written."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        # key -> (start, end, file, name there), in order
+        # key -> (start, end, file, name in the file), sorted
         self.index: dict[str, list[tuple[int, int, Any, str]]] = defaultdict(list)
         for file in (safe_open(path, "pt") for path in files):
-            for name in file.keys():  # noqa: SIM118  (it is no dictionary)
+            for name in file.keys():  # noqa: SIM118  (not a dictionary)
                 key, start = name.rsplit("@", 1)
                 end = int(start) + file.get_slice(name).get_shape()[0]
                 self.index[key].append((int(start), end, file, name))
@@ -64,7 +64,7 @@ class TensorReader:
         Raises ValueError if some are missing.
         """
         end = self.numel(key) if numel is None else start + numel
-        parts = [  # those that only touch it too: nothing has a dtype as well
+        parts = [  # adjacent slices too: they give an empty result its dtype
             file.get_slice(name)[max(start - first, 0) : min(end, last) - first]
             for first, last, file, name in self.index.get(key, ())
             if first <= end and start <= last
@@ -81,7 +81,7 @@ def write_slices(file: Path, slices: Iterable[TensorSlice]) -> None:
     """
     header: dict[str, dict[str, Any]] = {}
     end = 0
-    ordered = sorted(slices, key=lambda one: -one.tensor.itemsize)  # all are aligned then
+    ordered = sorted(slices, key=lambda one: -one.tensor.itemsize)  # keeps all slices aligned
     for key, start, tensor in ordered:
         name = f"{key}@{start}"
         begin = end
@@ -117,13 +117,13 @@ class Stateful:
 class Segment(NamedTuple):
     """Location of a part of a parameter in a tensor that this rank holds."""
 
-    name: str  # of the parameter
+    name: str  # name of the parameter
     size: int  # elements of the parameter
-    start: int  # in the flat parameter
+    start: int  # offset in the flat parameter
     numel: int
-    owner: torch.Tensor  # what the optimizer's state goes by, or what is saved itself
-    offset: int = 0  # in the flat owner
-    is_on_all_ranks: bool = False  # each of them saves a share
+    owner: torch.Tensor  # key of the optimizer's state, or the saved tensor itself
+    offset: int = 0  # offset in the flat owner
+    is_on_all_ranks: bool = False  # each rank then saves a share
 
     @classmethod
     def of_share(cls, name: str, parameter: nn.Parameter, owner: torch.Tensor, offset: int = 0) -> "Segment":
@@ -207,7 +207,7 @@ class EngineState(Stateful):
         }
         if self.stage == 0:
             return steps
-        # A rank may hold nothing of a small model: the others know.
+        # A rank that holds no part of a small model gets the number from the others.
         return {ALL: distributed.max_float(max(steps.values(), default=0.0))}
 
     @torch.no_grad()
@@ -236,9 +236,9 @@ class EngineState(Stateful):
         """Moments of a tensor, created with their step as the optimizer's first step would."""
         state = self.adam.state[owner]
         if not state:
-            # A fused AdamW counts on the device of its tensors.
+            # A fused AdamW keeps its step on the device of its tensors.
             state["step"] = torch.zeros((), dtype=torch.float32, device=owner.device)
-            is_muons = owner in getattr(self.adam, "matrices", ())  # no second moment
+            is_muons = owner in getattr(self.adam, "matrices", ())  # Muon has no second moment
             for name in MOMENTS[:1] if is_muons else MOMENTS:
                 state[name] = torch.zeros_like(owner)
         state["step"].fill_(max(step, float(state["step"])))

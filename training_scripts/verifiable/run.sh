@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# One algorithm on a task whose answers can be checked (see build_inputs.py): sums of two digits, or word problems.
-# Hardware: 1 CPU core, no GPU. Time: sums about 20 s for SFT, which all algorithms share, then about half a minute
-# each; word problems about 6 minutes for SFT, then 2 each. They need `pip install --no-deps reasoning-gym`.
+# One algorithm on a task with verifiable answers (see build_inputs.py): sums of two digits, or word problems.
+# Hardware: 1 CPU core, no GPU. Time: sums about 20 s for SFT, which all algorithms share, and half a minute per
+# algorithm; word problems about 6 minutes and 2 minutes. They need `pip install --no-deps reasoning-gym`.
 #   bash training_scripts/verifiable/run.sh grpo [further flags of step 3]
 #   LEVEL=gsm bash training_scripts/verifiable/run.sh grpo
 #   ALGORITHM: ppo, grpo, dr_grpo, rloo, reinforce++, reinforce++-baseline, distill, MODULE:FUNCTION, or sft alone
-#   distill learns from what grpo trained, made first where it is not there; no reward is learned from.
+#   distill has the model of grpo as its teacher, which is trained first if it is missing, and trains on no reward.
 # Knobs (environment): LEVEL (sums or gsm, default sums), OUTPUT_DIR (default output/verifiable/LEVEL), RUN_DIR
 # (default OUTPUT_DIR/ALGORITHM).
 set -euo pipefail
@@ -17,7 +17,7 @@ LEVEL=${LEVEL:-sums}
 OUTPUT_DIR=${OUTPUT_DIR:-output/verifiable/$LEVEL}
 RUN_DIR=${RUN_DIR:-$OUTPUT_DIR/${ALGORITHM//[:\/]/_}}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the model is small: a second thread would only wait
-export TQDM_DISABLE=1                         # libraries' own bars would fill the logs
+export TQDM_DISABLE=1                         # progress bars of libraries would fill the logs
 
 case $LEVEL in
 sums)
@@ -47,7 +47,7 @@ gsm)
     --num_train_epochs 5
   )
   FLAGS=(
-    --eval_data_path "$OUTPUT_DIR/inputs/held_out.jsonl" # numbers that no problem of SFT and training has
+    --eval_data_path "$OUTPUT_DIR/inputs/held_out.jsonl" # with numbers of no problem in SFT or training
     --eval_interval 10
     --max_prompt_seq_len 64
     --max_answer_seq_len 64
@@ -88,8 +88,8 @@ case "$ALGORITHM" in
   distill)
     TEACHER="$OUTPUT_DIR/grpo/export"
     if [ ! -d "$TEACHER" ]; then LEVEL="$LEVEL" OUTPUT_DIR="$OUTPUT_DIR" bash training_scripts/verifiable/run.sh grpo; fi
-    OWN_FLAGS=(--teacher_model_name_or_path "$TEACHER" --reward "0*$REWARD") # right answers are only counted,
-    if [ "$LEVEL" = sums ]; then OWN_FLAGS+=(--eval_fraction 0.2); fi        # those of sums that are held out
+    OWN_FLAGS=(--teacher_model_name_or_path "$TEACHER" --reward "0*$REWARD") # weight 0: right answers are only counted
+    if [ "$LEVEL" = sums ]; then OWN_FLAGS+=(--eval_fraction 0.2); fi        # held-out sums
     ;;
 esac
 

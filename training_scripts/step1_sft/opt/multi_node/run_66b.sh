@@ -5,19 +5,19 @@
 # Hardware: eight machines of eight GPUs of 80 GB.
 # Time: not measured by us.
 #
-# HOSTFILE has one line "hostname slots=8" for each machine. All reach each other by ssh without a password and
-# have this repository, the environment and OUTPUT_DIR under the same path.
+# HOSTFILE has one line "hostname slots=8" per machine. All machines reach each other by ssh without a password and
+# have this repository, the environment and OUTPUT_DIR at the same path.
 #
-# The variables below can be set from outside; flags of step1_sft/main.py may follow and win over those below.
+# The environment may set the variables below; flags of step1_sft/main.py may follow and override those below.
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../../../.." # the repository root
 
-NUM_GPUS=${NUM_GPUS:-8} # on each machine
+NUM_GPUS=${NUM_GPUS:-8} # per machine
 HOSTFILE=${HOSTFILE:-hostfile}
 MODEL=${MODEL:-facebook/opt-66b}
 OUTPUT_DIR=${OUTPUT_DIR:-output/step1_sft/opt/multi_node/run_66b}
 
-# Without the file the launcher would quietly use this machine alone.
+# Without the file the launcher would silently use only this machine.
 if [[ ! -f "$HOSTFILE" ]]; then
     echo "HOSTFILE=$HOSTFILE: no such file; write one line 'hostname slots=8' for each machine" >&2
     exit 2

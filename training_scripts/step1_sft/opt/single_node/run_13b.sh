@@ -6,7 +6,7 @@
 # Time: not measured by us.
 # DeepSpeed-Chat published 13.6 h for its three steps at this size on eight A100-40G.
 #
-# The variables below can be set from outside; flags of step1_sft/main.py may follow and win over those below.
+# The environment may set the variables below; flags of step1_sft/main.py may follow and override those below.
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../../../.." # the repository root
 

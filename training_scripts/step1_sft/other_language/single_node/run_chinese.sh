@@ -5,9 +5,9 @@
 # Hardware: eight GPUs of 80 GB in one machine.
 # Time: not measured by us.
 #
-# The data sets come from the hub by name; docs/data.md says what is read of each, and how local copies are named.
+# The data sets come from the hub by name; docs/data.md describes what is read from each, and local copies.
 #
-# The variables below can be set from outside; flags of step1_sft/main.py may follow and win over those below.
+# The environment may set the variables below; flags of step1_sft/main.py may follow and override those below.
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../../../.." # the repository root
 

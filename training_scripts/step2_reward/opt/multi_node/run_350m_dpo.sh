@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# Step 2, DPO: OPT-350M on several machines, DPO.
+# Step 2, DPO: OPT-350M on several machines.
 #
 # Hyper-parameters of DeepSpeed-Chat's step2_dpo_finetuning/.../opt/multi_node/run_350m.sh.
 # Hardware: two machines of eight GPUs of 80 GB.
 # Time: not measured by us.
 #
-# HOSTFILE has one line "hostname slots=8" for each machine. All reach each other by ssh without a password and
-# have this repository, the environment and OUTPUT_DIR under the same path.
+# HOSTFILE has one line "hostname slots=8" per machine. All machines reach each other by ssh without a password and
+# have this repository, the environment and OUTPUT_DIR at the same path.
 #
-# The variables below can be set from outside; flags of step2_reward/main.py may follow and win over those below.
+# The environment may set the variables below; flags of step2_reward/main.py may follow and override those below.
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../../../.." # the repository root
 
-NUM_GPUS=${NUM_GPUS:-8} # on each machine
+NUM_GPUS=${NUM_GPUS:-8} # per machine
 HOSTFILE=${HOSTFILE:-hostfile}
 MODEL=${MODEL:-facebook/opt-350m}
 OUTPUT_DIR=${OUTPUT_DIR:-output/step2_reward/opt/multi_node/run_350m_dpo}
 
-# Without the file the launcher would quietly use this machine alone.
+# Without the file the launcher would silently use only this machine.
 if [[ ! -f "$HOSTFILE" ]]; then
     echo "HOSTFILE=$HOSTFILE: no such file; write one line 'hostname slots=8' for each machine" >&2
     exit 2

@@ -6,7 +6,7 @@
 # Time: not measured by us.
 # DeepSpeed-Chat published 670 s for this step on one A6000-48G, with one data set.
 #
-# The variables below can be set from outside; flags of step2_reward/main.py may follow and win over those below.
+# The environment may set the variables below; flags of step2_reward/main.py may follow and override those below.
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../../../.." # the repository root
 

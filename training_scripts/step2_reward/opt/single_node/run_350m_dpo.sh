@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Step 2, DPO: OPT-350M on one machine, DPO.
+# Step 2, DPO: OPT-350M on one machine.
 #
 # Hyper-parameters of DeepSpeed-Chat's step2_dpo_finetuning/.../opt/single_node/run_350m.sh.
 # Hardware: eight GPUs of 80 GB in one machine.
 # Time: not measured by us.
 #
-# The variables below can be set from outside; flags of step2_reward/main.py may follow and win over those below.
+# The environment may set the variables below; flags of step2_reward/main.py may follow and override those below.
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../../../.." # the repository root
 

@@ -7,7 +7,7 @@
 # DeepSpeed-Chat published 1.2 h for this step on one A6000-48G, with one data set.
 # DeepSpeed-Chat published 11.7 h on one A100-80G for 131.9k prompts of 256 tokens with answers of 256.
 #
-# The variables below can be set from outside; flags of step3_ppo/main.py may follow and win over those below.
+# The environment may set the variables below; flags of step3_ppo/main.py may follow and override those below.
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../../../.." # the repository root
 

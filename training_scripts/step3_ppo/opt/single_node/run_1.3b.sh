@@ -6,7 +6,7 @@
 # Time: not measured by us.
 # DeepSpeed-Chat published 1.4 h on eight A100-80G for 131.9k prompts of 256 tokens with answers of 256.
 #
-# The variables below can be set from outside; flags of step3_ppo/main.py may follow and win over those below.
+# The environment may set the variables below; flags of step3_ppo/main.py may follow and override those below.
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../../../.." # the repository root
 

@@ -7,7 +7,7 @@
 # DeepSpeed-Chat published 9 h on eight A100-80G for 131.9k prompts of 256 tokens with answers of 256.
 # DeepSpeed-Chat published 13.6 h for its three steps at this size on eight A100-40G.
 #
-# The variables below can be set from outside; flags of step3_ppo/main.py may follow and win over those below.
+# The environment may set the variables below; flags of step3_ppo/main.py may follow and override those below.
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../../../.." # the repository root
 

@@ -5,7 +5,7 @@
 # Hardware: eight GPUs of 80 GB in one machine.
 # Time: not measured by us.
 #
-# The variables below can be set from outside; flags of step3_ppo/main.py may follow and win over those below.
+# The environment may set the variables below; flags of step3_ppo/main.py may follow and override those below.
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../../../.." # the repository root
 

@@ -5,13 +5,13 @@
 # Hardware: eight GPUs of 80 GB in one machine.
 # Time: not measured by us.
 #
-# A sweep is a loop around it:
+# A sweep loops over this script:
 #   for ZERO_STAGE in 0 1 2 3; do for OFFLOAD in none all; do for LORA_DIM in 0 128; do
 #       export ZERO_STAGE OFFLOAD LORA_DIM
 #       bash training_scripts/step1_sft/opt/single_node/sweep/run_single.sh
 #   done; done; done
 #
-# The variables below can be set from outside; flags of step1_sft/main.py may follow and win over those below.
+# The environment may set the variables below; flags of step1_sft/main.py may follow and override those below.
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../../../../.." # the repository root
 
@@ -21,7 +21,7 @@ ZERO_STAGE=${ZERO_STAGE:-2}
 OFFLOAD=${OFFLOAD:-all}
 LORA_DIM=${LORA_DIM:-0}
 OUTPUT_DIR=${OUTPUT_DIR:-output/step1_sft/opt/single_node/sweep/zero${ZERO_STAGE}_offload-${OFFLOAD}_lora${LORA_DIM}}
-# The flags of LoRA go with adapters alone.
+# LoRA flags only for a run with adapters.
 LORA=()
 if [[ "$LORA_DIM" != 0 ]]; then LORA=(--lora_module_name decoder.layers. --only_optimize_lora); fi
 

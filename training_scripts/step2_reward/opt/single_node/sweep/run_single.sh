@@ -5,13 +5,13 @@
 # Hardware: eight GPUs of 80 GB in one machine.
 # Time: not measured by us.
 #
-# A sweep is a loop around it:
+# A sweep loops over this script:
 #   for ZERO_STAGE in 0 1 2 3; do for OFFLOAD in none all; do
 #       export ZERO_STAGE OFFLOAD
 #       bash training_scripts/step2_reward/opt/single_node/sweep/run_single.sh
 #   done; done
 #
-# The variables below can be set from outside; flags of step2_reward/main.py may follow and win over those below.
+# The environment may set the variables below; flags of step2_reward/main.py may follow and override those below.
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../../../../.." # the repository root
 

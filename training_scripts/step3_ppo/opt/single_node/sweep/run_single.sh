@@ -5,13 +5,13 @@
 # Hardware: eight GPUs of 80 GB in one machine.
 # Time: not measured by us.
 #
-# It stops after TEST_STOP_STEP steps. A sweep is a loop around it:
+# Stops after TEST_STOP_STEP steps. A sweep loops over this script:
 #   for ZERO_STAGE in 0 1 2 3; do for OFFLOAD in none all; do for LORA_DIM in 0 128; do
 #       export ZERO_STAGE OFFLOAD LORA_DIM
 #       bash training_scripts/step3_ppo/opt/single_node/sweep/run_single.sh
 #   done; done; done
 #
-# The variables below can be set from outside; flags of step3_ppo/main.py may follow and win over those below.
+# The environment may set the variables below; flags of step3_ppo/main.py may follow and override those below.
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../../../../.." # the repository root
 
