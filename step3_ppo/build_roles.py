@@ -275,8 +275,8 @@ def build_roles(
     has_critic: bool,
     template: Template | None = None,
 ) -> Roles:
-    """Load and build all roles. Learning-rate schedules last for `num_optimizer_steps`, the actor's for twice
-    as many if it has separate steps on text.
+    """Load and build all roles. Learning-rate schedules have `num_optimizer_steps` steps, the actor's twice
+    that if it has separate steps on text.
 
     Every rank must call this.
     """

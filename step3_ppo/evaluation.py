@@ -48,7 +48,7 @@ def choose_prompts(
 
     No prompt occurs twice, or in the training data. Every rank must call this.
 
-    Raises ValueError if a flag asks for an evaluation but nothing is held out.
+    Raises ValueError if a flag requests an evaluation but nothing is held out.
     """
     if not args.eval_prompts:
         return [], ""

@@ -66,8 +66,8 @@ def summarise(batch: PackedBatch) -> dict[str, float]:
 def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
     """1 - Var(returns - values) / Var(returns) over the tokens (N) of all ranks: at most 1.
 
-    1 for a perfect critic, 0 for one that knows only the mean; 0 also if the returns do not vary. Every rank
-    must call this.
+    1 for a perfect critic, 0 for one that predicts only the mean; 0 also if the returns do not vary. Every
+    rank must call this.
     """
     numbers = torch.stack([returns.double(), returns.double() - values.double()])  # (2, N)
     count = distributed.sum_float(len(returns))

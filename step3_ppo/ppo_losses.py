@@ -53,7 +53,7 @@ class PPOLosses:
         """Take an optimizer step of the actor and, if there is one, the critic; return their metrics.
 
         Both steps are taken or neither: neither if sampler and trainer differ by more than `max_gap` nats per
-        token. `NUM_TOKENS` in the metrics is the number of tokens that the actor learned from. Returns {} if
+        token. The metric `NUM_TOKENS` is the number of tokens that the actor was trained on. Returns {} if
         there are none, or if --early_stop_action skips the update. Every rank must call this. Raises
         StepRefused.
         """

@@ -77,7 +77,7 @@ class PPOTrainer:
         """Run (or finish) PPO step `step`, counted from 1; log and return its metrics.
 
         The run counts skipped minibatches, and can stop between any two minibatches. Raises StepRefused if
-        nothing can be learned from the step's rollout.
+        the step's rollout cannot be trained on.
         """
         COSTS.begin_step()
         if self.open_step is None:

@@ -1,5 +1,5 @@
-"""The roles: actor, reference or teacher, critic, reward; what each computes for a rollout batch (`score`,
-see `step3_ppo.rollout_batch`; the actor can also `generate`). `step3_ppo.build_roles` builds them.
+"""The roles: actor, reference or teacher, critic, reward. Each can `score` a rollout batch (see
+`step3_ppo.rollout_batch`), and the actor can also `generate`. `step3_ppo.build_roles` builds them.
 
 # b responses of a batch, total response tokens of all
 """

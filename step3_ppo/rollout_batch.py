@@ -3,8 +3,8 @@ ranks.
 
 A rollout batch is a PackedBatch with one item per response; its ids are the sample ids: positions in the
 run's sequence of responses, the same for any number of ranks. A rank holds the responses that it has sampled,
-in whole groups, as many as any other rank; the others receive only numbers about them. Rows are sent to the
-rank that trains on them, one minibatch at a time.
+in whole groups, the same number on every rank; other ranks receive only numbers such as their lengths and
+scores. Rows are sent to the rank that trains on them, one minibatch at a time.
 
     prompt_ids        per prompt    int64
     response_ids      per response  int64, stop token included
@@ -170,7 +170,7 @@ def gather_ids(batch: PackedBatch, is_chosen: torch.Tensor) -> list[int]:
 
 
 def exchange_rows(batch: PackedBatch, wanted: Sequence[Sequence[int]]) -> PackedBatch:
-    """The rows that this rank wants, in its order: wanted[rank] are sample ids, each held by one rank.
+    """The rows wanted[this rank], in that order; wanted[rank] are sample ids, each held by one rank.
 
     Only these rows are sent, as one tensor of bytes. Every rank must call this with the same `wanted`.
     """
@@ -274,7 +274,7 @@ def plan_minibatches(
 
     `sizes` are the `row_sizes` of all rows; responses to one prompt stay adjacent. The responses of an
     optimizer step do not depend on the number of ranks, on accumulation or on the cut into micro-batches. The
-    cut is by tokens under the cap if the flags ask for it, else by --per_device_training_batch_size.
+    cut is by tokens under the cap if the flags say so, else by --per_device_training_batch_size.
     """
     num_ranks = distributed.world_size()
     size = args.samples_per_update * num_ranks

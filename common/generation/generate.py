@@ -179,7 +179,7 @@ class SlotSchedule:
         return bool(self.waiting) and self.waiting[0] // self.num_samples == prompt
 
     def admit(self) -> Admission:
-        """Admit what fits into the free slots and into one pass; at least one sample must wait."""
+        """Admit the samples that fit into the free slots and into one pass; at least one sample must wait."""
         admission = Admission([], [], [], [])
         slot_with = {sample // self.num_samples: slot for slot, sample in enumerate(self.slots)}
         padding, width = 0, 0

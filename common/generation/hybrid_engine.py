@@ -41,7 +41,7 @@ from common.ranks.zero3 import OptimizerStates, is_sharded, local_shard
 class HybridOptions:
     """Generation options of the actor, with the names of step 3's flags. Without `enable_hybrid_engine`:
     transformers' `generate` on gathered weights. `max_length`: capacity of a slot in tokens of prompt and
-    response; 0: what a call needs.
+    response; 0: as needed by a call.
     """
 
     enable_hybrid_engine: bool = True
@@ -226,7 +226,7 @@ class HybridEngine:
 class TransformersGenerator:
     """Generates with transformers' own `generate` and our sampler: the baseline for comparisons.
 
-    It gives the same texts as `Generator`; it holds whole weights, pads every prompt to the longest and
+    It samples the same texts as `Generator`; it holds whole weights, pads every prompt to the longest and
     decodes until the last response of the batch has ended.
     """
 

@@ -103,7 +103,7 @@ class JsonClient:
         return answer.status_code, answer.headers.get("location", ""), data.decode("utf-8", "replace")
 
     def _cure(self, status: int, location: str) -> str:
-        """What the user can do about an error status."""
+        """The cure for an error status, for messages."""
         if location:
             return f"it sends us on to {quoted(location)}; give that address to --reward, if you trust it"
         if status in (401, 403):

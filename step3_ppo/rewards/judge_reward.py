@@ -75,7 +75,7 @@ def read_verdict(reply: str) -> int:
 
 
 def fill(template: str, **texts: str) -> str:
-    """The template with the texts inserted for their names; placeholders within a text are left alone."""
+    """The template with the texts inserted for their names; placeholders inside a text are not filled."""
     return re.sub(r"\{(\w+)\}", lambda match: texts.get(match[1], match[0]), template)
 
 
@@ -155,7 +155,7 @@ def split_target(target: str) -> tuple[str, str, str]:
 
 
 class JudgeReward(TextReward):
-    """A reward from an LLM that is asked about each response separately."""
+    """A reward from an LLM that scores each response in a separate request."""
 
     def __init__(self, target: str, args: Any) -> None:
         """Read the template; nothing is sent yet. Raises ValueError, see `read_template`, `judge_token`."""

@@ -31,7 +31,7 @@ FORMS = {
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """One entry of `--reward`; `target` is what follows the kind, for http the whole address."""
+    """One entry of `--reward`; `target` is the part after the kind, for http the whole address."""
 
     kind: str  # a key of FORMS
     target: str

@@ -15,7 +15,7 @@ from typing import Any
 from common.flags.problems import is_usable
 
 SHOWN_CHARACTERS = 100  # of a text in a message
-Checked = tuple[list[float], str]  # a batch's scores, and what is wrong with them ("")
+Checked = tuple[list[float], str]  # a batch's scores, and their error ("" without one)
 
 
 class RewardError(Exception):
@@ -113,7 +113,7 @@ def in_daemon(work: Callable[[], Any], name: str) -> Future[Any]:
 
 
 def describe_error(error: BaseException) -> str:
-    """An exception's class and text, long ones cut in the middle; the class alone if its text raises."""
+    """An exception's class and text, long ones cut in the middle; only the class if its text raises."""
     return cut_middle(traceback.format_exception_only(error)[-1].strip(), 10 * SHOWN_CHARACTERS)
 
 
@@ -128,8 +128,8 @@ def cut_middle(text: str, limit: int) -> str:
 
 
 def checked_scores(values: Any, answers: Answers) -> Checked:
-    """One float per response from the return value of a reward, and a description of what is wrong with it
-    ("").
+    """One float per response from the return value of a reward, and a description of its error, "" without
+    one.
 
     `values` is a list, an array or a tensor of one dimension; True and False count as 1 and 0. Values that
     are not finite in fp32 (None, infinity, a text) become NaN; all do if the number of values is wrong.
