@@ -13,7 +13,7 @@ training, the last message is `history`: the trainer's log.
   grpo          TRL 1.16; a turn is a GRPO step: prompts, generation, scores of policy, reference and reward
                 model, one optimizer step of all responses. It reports the same as ppo
 With `length`, sft and reward train a short step that allocates the optimizer's moments, then the measured
-one, and report `peak_bytes`: gradients, activations, logits; no weights, no moments.
+one, and report `peak_bytes` first: gradients, activations, logits; no weights, no moments.
 Attention is torch's (sdpa): FlashAttention needs a GPU, and flex_attention has no backward pass on a CPU.
 """
 

@@ -7,7 +7,7 @@ Llamas of 4 layers, hidden 128, fp32, on the demo's composed conversations, one 
   grpo          TRL 1.16; the same models, prompts, sizes and coefficients. Both score token ids, EOS
                 included. TRL's KL term is not multiplied by the ratio: its gradient would be that of k2
   ppo           TRL 1.12, the same; neither side clips gradients, since TRL's does not
-GRPO and PPO run twice on the same prompts: once each side samples for itself, once ours trains on TRL's
+GRPO and PPO run twice on the same prompts per step: once each side samples, once ours trains on TRL's
 rollouts. The peers' Pythons follow --trl_python, that of TRL 1.16 first. Everything takes 22 minutes of one
 core.
 """

@@ -1,7 +1,8 @@
 """Sections of docs/results.md that are runs of a step's program: the TOML files next to this one.
 
-A file defines a section's cases: the words of a command, the number of seeds, and environment variables. Runs
-execute in parallel, one per core of this process, one thread each. A finished run is only read.
+A file defines a section's cases: the words of a command, the number of seeds (from 1), and environment
+variables. Runs execute in parallel, one per core of this process, one thread each. A finished run is only
+read.
 
   command, environment  of every run, with {words}, {flags}, {seed}, {folder}, {run}, {data} and any other key
   prepare               commands that run first, each with a separate folder as its {run}
