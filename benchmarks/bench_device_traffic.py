@@ -4,16 +4,16 @@
     python benchmarks/bench_device_traffic.py [--quick]
 
 Counted on the pretended GPU of the tests: CPU tensors that report cuda:0. The model is a Llama with the heads
-and the vocabulary of Llama-3.2-1B, 2 layers and an eighth of its width (widths change no count); bf16, ZeRO
-1, padded micro-batches of 2 short rows, 8 running sequences. The cost of a micro-batch is the difference
-between optimizer steps of three and of one, the launches of a layer that between models of 2 layers and of 1,
-the cost of a token step that between responses of 33 and of 17 tokens.
+and the vocabulary of Llama-3.2-1B, 2 layers and an eighth of its width (counts do not depend on widths);
+bf16, ZeRO 1, padded micro-batches of 2 short rows, 8 running sequences. Costs are differences: of a
+micro-batch between optimizer steps of three and of one, of a layer between models of 2 layers and of 1, of a
+token step between responses of 33 and of 17 tokens.
 
-  wait     the host waits until the device has caught up: it can no longer queue work ahead
+  wait     the host synchronizes with the device, so it cannot queue work ahead
   launch   an operation that would launch a kernel; a captured graph counts as one
 
 The last line is a JSON object. `ours` is the launches of a token step with a graph, `peer` those of the same
-step without one; `train_waits` those of the optimizer step of three micro-batches that has most.
+step without one; `train_waits` the most waits of any optimizer step of three micro-batches.
 """
 
 import functools
@@ -24,8 +24,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # the repository, where this is run as a script
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # the pretended GPU is the tests'
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # repository root, when run as a script
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # for the pretended GPU
 
 import torch
 from pretended_gpu import pretended_gpu
@@ -55,7 +55,7 @@ from step3_ppo.roles import Critic, Policy, Roles
 
 SHAPE = {"hidden_size": 256, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 1024}
 SHAPE |= {"vocab_size": 128256, "tie_word_embeddings": True}
-NUM_ROWS, NUM_TOKENS = 2, 16  # of a micro-batch: counts do not depend on them
+NUM_ROWS, NUM_TOKENS = 2, 16  # of a micro-batch; counts do not depend on them
 MICRO = "sft: a micro-batch"
 SLOTS = 8
 PROMPT = 8
@@ -84,7 +84,7 @@ def count(gpu: Any, run: Callable[[], Any]) -> Traffic:
 
 
 def make_rollout(first: int) -> PackedBatch:
-    """A rollout batch of `NUM_ROWS` with all keys that a PPO update reads."""
+    """A rollout batch of `NUM_ROWS` rows with all keys that a PPO update reads."""
     num_response = torch.full((NUM_ROWS,), NUM_TOKENS // 2)
     ids = torch.arange(NUM_ROWS * NUM_TOKENS // 2) % 8 + 4
     batch = PackedBatch(tuple(range(first, first + NUM_ROWS)), {}, {})
@@ -138,12 +138,12 @@ def build_steps(kind: str, stage: int = 1, dtype: str = "bf16", **shape: Any) ->
 
 
 def count_training(shape: dict[str, Any]) -> dict[str, Traffic]:
-    """Cost of each kind of step, by name: of a micro-batch, and of a step of three."""
+    """Cost of each kind of step, by name: per micro-batch, and of a step of three."""
     counts = {}
     for kind in ("policy", "value"):
         with pretended_gpu() as gpu:
             for name, step in build_steps(kind, **shape).items():
-                step(1)  # makes the optimizer's moments
+                step(1)  # allocates the optimizer's moments
                 one, three = (count(gpu, functools.partial(step, n)) for n in (1, 3))
                 counts |= {f"{name}: a micro-batch": three.per(one, 2), f"{name}: three": three}
             del step
@@ -169,7 +169,7 @@ def count_decoding(shape: dict[str, Any]) -> dict[str, Traffic]:
                 batch = PromptBatch(*prompts, names, torch.full_like(names, length))
                 generator.generate(batch, options)
 
-            for length in 2 * ANSWERS:  # what comes twice is captured
+            for length in 2 * ANSWERS:  # twice, to capture all graphs before counting
                 generate(length)
             short, long = (count(gpu, functools.partial(generate, length)) for length in ANSWERS)
             counts[f"a token step, {way}"] = long.per(short, ANSWERS[1] - ANSWERS[0])

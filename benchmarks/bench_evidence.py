@@ -3,9 +3,9 @@
 
 python benchmarks/bench_evidence.py NAME [--quick] [--data_path FILE ...] [--trl_python PYTHON ...]
 
-NAME is a file of benchmarks/evidence, whose first lines say what is run and how long it takes. The facts go
-to docs/results/NAME.json with command, commit and machine, the curves to docs/results/NAME.svg. Runs are kept
-in output/evidence/NAME: the same command resumes where it was stopped. --quick: tiny, nothing is kept.
+NAME is a file of benchmarks/evidence, whose first lines describe the runs and their duration. The facts go to
+docs/results/NAME.json with command, commit and machine, the curves to docs/results/NAME.svg. Runs are kept in
+output/evidence/NAME: rerun the same command to resume. --quick: tiny, nothing is kept.
 
 The last line is a JSON object: the facts.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]  # where this is run as a script
+sys.path[:0] = [str(ROOT)]  # when run as a script
 
 from benchmarks.evidence import runs
 from benchmarks.measuring import describe_machine
@@ -28,7 +28,7 @@ NAMES = ("mismatch", "stability", "rewards", "verifiable", "peers", "scale")
 
 
 def main() -> None:
-    """Measure, draw, write."""
+    """Measure, plot, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("--quick", action="store_true", help="tiny sizes; nothing is kept")

@@ -1,18 +1,19 @@
 #!/usr/bin/env python
-"""The floating-point operations (FLOPs) of the products in each step, beside the least that it needs.
+"""Floating-point operations (FLOPs) of the matrix products in each step, and the minimum that it needs.
 
 python benchmarks/bench_flops.py [--quick]
 
-The models of bench_train.py and bench_ppo_step.py (4 layers, hidden 256, vocabulary 8192), the same rows, as
-the launch scripts have them (--packed, hybrid engine), on a CPU: a pass of sft, reward and dpo over 32 rows;
-the second step of ppo with 4 prompts, and of grpo with 4 prompts of 8 responses each. Done is what torch's
-FLOP counter sees. Needed is, with a backward pass of twice its forward pass where weights are trained:
-  - each token once, which several sequences of a pair or group begin with, if something reads it
-  - attention of a token to itself and to what stands before it in its sequence
-  - the last layer at the positions that something reads, but for the keys and values before them
+The models of bench_train.py and bench_ppo_step.py (4 layers, hidden 256, vocabulary 8192), the same rows,
+with the flags of the launch scripts (--packed, hybrid engine), on a CPU: a pass of sft, reward and dpo over
+32 rows; the second step of ppo with 4 prompts, and of grpo with 4 prompts of 8 responses each. "Done" is the
+count of torch's FLOP counter. "Needed" is the following, times three for a backward pass if weights are
+trained:
+  - each token that is used, once if several sequences of a pair or group start with it
+  - attention of a token to itself and to earlier tokens of its sequence
+  - the last layer at the positions that are used, except for the keys and values before them
   - the output head at the positions before scored tokens
-Logits and scores of attention that are made a second time backwards are done, and not needed. The last line
-is a JSON object with each whole step's done over needed; its `ratio` is all that is needed over all done.
+Logits and attention scores that are recomputed in the backward pass are done but not needed. The last line is
+a JSON object with done over needed for each whole step; its `ratio` is all that is needed over all done.
 """
 
 import sys
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # the repository, where this is run as a script
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # repository root, when run as a script
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -55,13 +56,13 @@ NUM_SAMPLES = 8
 QUICK_ROWS, QUICK_PROMPTS = 16, 2
 MAX_PROMPT = bench_ppo_step.MAX_PROMPT
 MAX_RESPONSE = bench_ppo_step.MAX_RESPONSE
-KEYS_AT_ONCE = 512  # that torch's attention of a CPU multiplies queries with, later ones among them
+KEYS_AT_ONCE = 512  # block of keys that torch's CPU attention multiplies, masked ones included
 
-Read = tuple[list[int], set[int]]  # a sequence's token ids, and the positions that something reads
-Groups = list[list[Read]]  # the sequences that may share how they begin
+Read = tuple[list[int], set[int]]  # a sequence's token ids, and the positions that are used
+Groups = list[list[Read]]  # sequences that may share a prefix
 
 
-# ---- what is done ---------------------------------------------------------------------------------------
+# ---- FLOPs done -----------------------------------------------------------------------------------------
 
 
 def _cpu_attention(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
@@ -72,7 +73,7 @@ def _cpu_attention(query: torch.Size, key: torch.Size, value: torch.Size, *_: An
 
 
 def _cpu_attention_backward(of_output: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return _cpu_attention(query, key, value) * 5 // 2  # the scores again, and four products for gradients
+    return _cpu_attention(query, key, value) * 5 // 2  # recomputed scores, and four products for gradients
 
 
 def _added_product(_: Any, left: torch.Size, right: torch.Size, **__: Any) -> int:
@@ -80,7 +81,7 @@ def _added_product(_: Any, left: torch.Size, right: torch.Size, **__: Any) -> in
 
 
 def build_counter() -> FlopCounterMode:
-    """torch's counter, which also counts the attention of a CPU and in-place sums."""
+    """torch's counter, extended by CPU attention and in-place addmm."""
     aten = torch.ops.aten
     more = {
         aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
@@ -110,7 +111,7 @@ def counted_phases() -> Iterator[Counter]:
     done[""] = counter.get_total_flops() - done.total()
 
 
-# ---- what is needed -------------------------------------------------------------------------------------
+# ---- FLOPs needed ---------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -118,8 +119,8 @@ class Work:
     """The work of a forward pass."""
 
     tokens: int = 0
-    pairs: int = 0  # of a token and itself or one before it
-    read_tokens: int = 0  # whose state after the last layer is read
+    pairs: int = 0  # query-key pairs: a token with itself or an earlier one
+    read_tokens: int = 0  # tokens whose last hidden state is used
     read_pairs: int = 0
 
     @classmethod
@@ -127,7 +128,7 @@ class Work:
         """The minimal work."""
         work = cls()
         for group in groups:
-            nodes: dict[tuple[int, int], int] = {}  # (what stands before, token): its number
+            nodes: dict[tuple[int, int], int] = {}  # (node of the prefix, token): node
             seen: set[int] = set()
             for ids, reads in group:
                 node = 0
@@ -145,7 +146,7 @@ class Work:
 
 
 def forward_flops(config: LlamaConfig, work: Work, head_rows: int) -> int:
-    """The FLOPs of a forward pass; the head has `head_rows` rows."""
+    """FLOPs of a forward pass; the head has `head_rows` rows."""
     width = config.num_attention_heads * config.head_dim
     keys_values = 2 * config.hidden_size * config.num_key_value_heads * config.head_dim
     others = 2 * config.hidden_size * width + 3 * config.hidden_size * config.intermediate_size
@@ -158,7 +159,7 @@ def forward_flops(config: LlamaConfig, work: Work, head_rows: int) -> int:
 def phase_row(
     config: LlamaConfig, done: int, passes: Iterable[Groups], *, is_policy: bool, is_trained: bool
 ) -> dict[str, int]:
-    """FLOPs of a phase, done and needed; `passes` are those over its rows."""
+    """FLOPs of a phase, done and needed; `passes`: the sequences of each of its passes."""
     head_rows = VOCABULARY if is_policy else 1
     factor = 3 if is_trained else 1
     needed = sum(factor * forward_flops(config, Work.of(groups), head_rows) for groups in passes)
@@ -171,7 +172,7 @@ def phase_row(
 
 
 def row_groups(section: str, batch: PackedBatch) -> Groups:
-    """Sequences of a training batch, and the positions that their losses read."""
+    """Sequences of a training batch, and the positions that their losses use."""
     if section == "sft":
         columns = zip(batch.sequences("input_ids"), batch.sequences("loss_mask"), strict=True)
         return [[(ids.tolist(), set((mask.nonzero() - 1).flatten().tolist()))] for ids, mask in columns]
@@ -206,7 +207,7 @@ def count_training(section: str, folder: str, config: LlamaConfig, num_rows: int
 
 
 def response_groups(batches: Iterable[PackedBatch], section: str) -> Groups:
-    """The responses grouped by prompt, and the positions that are read."""
+    """The responses grouped by prompt, and the positions that are used."""
     groups: dict[int, list[Read]] = {}
     for batch in batches:
         columns = (batch.sequences("prompt_ids"), batch.sequences("response_ids"))

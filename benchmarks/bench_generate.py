@@ -1,19 +1,19 @@
 #!/usr/bin/env python
-"""Generation: useful response tokens a second, transformers' generate against our decoder.
+"""Generation: useful response tokens per second, transformers' generate against our decoder.
 
 python benchmarks/bench_generate.py [--quick]
 
-Sections, the ways of each taking turns in one run:
-  chat    64 prompts of 8-64 tokens, responses of 4-128 tokens as a chat model gives them (mean about 33);
+Sections; the ways of each take turns in one run:
+  chat    64 prompts of 8-64 tokens, responses of 4-128 tokens like those of a chat model (mean about 33);
           generate at every batch size, DeepSpeed's HybridEngineRollout, transformers' continuous batching
           (generate_batch) and our decoder at several slot counts
   fixed   the same prompts, 32 tokens each
   zero3   the chat prompts on two ranks of ZeRO 3: generate on sharded weights, generate on gathered ones
           (a plain module, no hooks), the hybrid engine with its switch
-  single  the first prompt alone: the weights' bytes a token times tokens/s, over what a copy reads and writes
-The model is a random Llama (6 layers, hidden 256, vocabulary 8192, fp32). Response lengths are given, as an
-EOS at that position would set them: weights are random, so no real EOS could. The last line is a JSON object;
-its `ratio` is our best over transformers' best on the chat lengths.
+  single  the first prompt only: the weights' bytes per token times tokens/s, over copy bandwidth
+The model is a random Llama (6 layers, hidden 256, vocabulary 8192, fp32). Response lengths are prescribed, as
+if EOS were at that position, because random weights do not produce meaningful EOS tokens. The last line is a
+JSON object; its `ratio` is our best over transformers' best on the chat lengths.
 
 # B prompts, P prompt, R response
 """
@@ -27,7 +27,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # the repository, where this is run as a script
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # repository root, when run as a script
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaForCausalLM, StoppingCriteriaList
@@ -72,7 +72,7 @@ class Workload:
     lengths: torch.Tensor  # (B,) int64, response tokens
 
     def part(self, rows: slice) -> "Workload":
-        """Some of its prompts, trimmed to the width that they need."""
+        """Some of the prompts, trimmed to the width of the longest."""
         width = int(self.prompt_mask[rows].sum(1).max())
         return Workload(self.prompt_ids[rows, -width:], self.prompt_mask[rows, -width:], self.lengths[rows])
 
@@ -120,11 +120,11 @@ def run_transformers(model: Any, work: Workload, batch_size: int, **options: Any
 def time_continuous_batching(model: Any, work: Workload, num_slots: int) -> float:
     """Seconds of transformers' continuous batching for all responses, `num_slots` at a time.
 
-    Its thread starts with the first response, before the clock, and ends after it: an idle thread slows the
-    rest of the process by a third. Its cache has room for as many of the longest responses; by default it
+    Its thread starts with an untimed first response and ends after the timing: an idle thread slows the rest
+    of the process by a third. Its cache has room for `num_slots` of the longest responses; by default it
     would take most of the memory.
     """
-    model = copy.deepcopy(model)  # its attention is exchanged while it generates
+    model = copy.deepcopy(model)  # its attention implementation changes during generation
     rows = zip(work.prompt_ids, work.prompt_mask.bool(), work.lengths.tolist(), strict=True)
     requests = [(ids[mask].tolist(), length) for ids, mask, length in rows]
     longest = max(len(ids) + length for ids, length in requests)
@@ -163,7 +163,7 @@ def deepspeed_rollout(model: Any, work: Workload) -> Callable[[], None]:
     """DeepSpeed's own rollout of all responses; it always decodes up to the longest one."""
     from deepspeed.runtime.rollout import HybridEngineRollout, RolloutRequest, SamplingConfig
 
-    engine = SimpleNamespace(module=model)  # it needs no more of an engine
+    engine = SimpleNamespace(module=model)  # all that it needs of an engine
     rollout = HybridEngineRollout(engine, SimpleNamespace(pad_token_id=PAD, eos_token_id=None))
     request = RolloutRequest(work.prompt_ids, work.prompt_mask)
     sampling = SamplingConfig(max_new_tokens=int(work.lengths.max()))
@@ -200,12 +200,12 @@ def compare(model: Any, work: Workload, num_runs: int, title: str, *, with_deeps
 
 
 def run_single(model: Any, work: Workload, num_runs: int, *, is_quick: bool) -> dict[str, Any]:
-    """Our rate for the first prompt alone, and the share of copy bandwidth at which it reads weights."""
+    """Our rate for the first prompt only, and the share of copy bandwidth at which it reads weights."""
     generator = Generator(share_weights(model), num_slots=1)
     one = work.part(slice(0, 1))
     rates = measure({"ours, one prompt": partial(timed, run_ours, generator, one)}, one, num_runs)
     bandwidth = copy_bandwidth(COPIED_BYTES[is_quick], distributed.device())
-    num_bytes = sum(weight.nbytes for weight in model.parameters())  # the embeddings are the output head
+    num_bytes = sum(weight.nbytes for weight in model.parameters())  # tied embeddings
     share = round(num_bytes * best(rates, "ours") / bandwidth, 4)
     print(
         f"\none prompt: {best(rates, 'ours'):.1f} tokens/s, {share:.1%} of {bandwidth / 1e9:.1f} GB/s copied"

@@ -4,15 +4,15 @@
 python benchmarks/bench_gpu.py [--quick]
 
   decode  milliseconds of a token step at batch 1, 8, 16 and 32, prompts of 256 tokens and 128 new ones, by
-          CUDA graphs and launch by launch; beside them the least that reading weights, keys and values takes
-          at the copy bandwidth of this device, measured in the same run. (DeepSpeed's pull request 8271 has
-          5.2 ms eagerly and 2.8 ms with graphs, on an H100 at batch 8.)
-  ppo     seconds of a whole PPO step: 16 such prompts and answers, a critic and a reward model of OPT-350M's
-          size; with LoRA where the plan finds no room for more
-  memory  the peak of that step beside what `tools.plan` says of it
+          CUDA graphs and launch by launch; and the lower bound, which is the time to read weights, keys and
+          values at the copy bandwidth of this device, measured in the same run. (DeepSpeed's pull request
+          8271 has 5.2 ms eagerly and 2.8 ms with graphs, on an H100 at batch 8.)
+  ppo     seconds of a whole PPO step: 16 such prompts and responses, a critic and a reward model of
+          OPT-350M's size; with LoRA if full training does not fit by the memory plan
+  memory  the peak of that step, measured and planned by `tools.plan`
 
-With --quick the models are tiny, and a CPU will do. The last line is a JSON object; its
-`ratio` is the least over what a token step takes at batch 1.
+With --quick the models are tiny, and a CPU is enough. The last line is a JSON object; its `ratio` is the
+lower bound over the time of a token step at batch 1.
 """
 
 import gc
@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # the repository, where this is run as a script
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # repository root, when run as a script
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
@@ -80,7 +80,7 @@ class Decode:
         self.options = SamplingOptions(num_tokens, stop_token_id=-1, pad_token_id=PAD)
 
     def seconds(self, num_tokens: int) -> float:
-        """Seconds to read the prompts and to sample as many tokens for each."""
+        """Seconds to read the prompts and to sample `num_tokens` for each."""
         device = distributed.device()
         ids = torch.randint(FIRST_ID, VOCABULARY, (self.batch, 2 * self.num_tokens), device=device)
         samples = torch.arange(self.batch, device=device)
@@ -88,20 +88,20 @@ class Decode:
         return timed(lambda: self.generator.generate(batch, self.options))
 
     def milliseconds(self) -> float:
-        """Milliseconds of a token step: of all tokens minus the first, which comes with the prompts."""
+        """Milliseconds per token step, excluding the first token, which comes with the prompts."""
         return 1e3 * (self.seconds(self.num_tokens) - self.seconds(1)) / (self.num_tokens - 1)
 
     def least_milliseconds(self, bandwidth: float) -> float:
         """Milliseconds to read weights, keys and values at a bandwidth."""
         model = self.generator.model
         read = sum(p.numel() * p.element_size() for p in model.parameters())
-        length = 2.5 * self.num_tokens  # in the middle of the answer
+        length = 2.5 * self.num_tokens  # prompt and half of the response
         read += self.batch * length * kv_bytes_per_token(model.config, own_dtype().itemsize)
         return 1e3 * read / bandwidth
 
 
 def run_decode(args: Any) -> dict[str, Any]:
-    """Milliseconds of token steps with and without graphs, and the least possible, by batch size."""
+    """Milliseconds of token steps with and without graphs, and the lower bound, by batch size."""
     model = build_opt("1.3b", is_quick=args.quick)
     bandwidth = copy_bandwidth(COPIED_BYTES // (64 if args.quick else 1), distributed.device())
     print(f"copies: {bandwidth / 1e9:.0f} GB/s")
@@ -147,8 +147,8 @@ def plan(flags: dict[str, Any]) -> MemoryPlan:
 
 
 def run_ppo(args: Any) -> dict[str, Any]:
-    """Seconds of a PPO step, its peak of device memory and what was planned, in GiB."""
-    gc.collect()  # the decoders' models
+    """Seconds of a PPO step, and its measured and planned peaks of device memory in GiB."""
+    gc.collect()  # frees the decoders' models
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -3,18 +3,17 @@
 
 python benchmarks/bench_memory.py --trl_python DIR/bin/python [--quick]
 
-DIR is made by `bash benchmarks/make_peer_env.sh trl-1.16 DIR`. Each size is a process of its own that trains
-the random Llama of workload.py in fp32 on 4 rows or pairs: after a first short step, which makes the
-optimizer's moments, the kernel's peak is reset, and what the measured step adds to resident memory is its
-peak: gradients, activations, and what there is of logits. Two thirds of every row are learned; the first
-third of a pair's sequences is their common prompt. `labels` is TRL with its output head as it is on a GPU,
-where it skips what has no label. Ours cuts its passes by itself; a user of TRL may set micro-batches of one
-pair, `trl_accumulating`.
+DIR is made by `bash benchmarks/make_peer_env.sh trl-1.16 DIR`. Each size runs in a separate process that
+trains the random Llama of workload.py in fp32 on 4 rows or pairs: after a first short step, which allocates
+the optimizer's moments, the kernel's peak is reset; the peak is the increase of resident memory in the
+measured step: gradients, activations, and logits if they are materialised. Two thirds of every row are
+trained on; the first third of a pair's sequences is their common prompt. `trl_labels_only` is TRL with its
+output head as on a GPU, where it skips positions without a label. Ours splits its passes automatically; a
+user of TRL may set micro-batches of one pair, `trl_accumulating`.
 
 The last line is a JSON object; `ratio` is TRL's peak over ours at SFT's largest size, `reward_ratio` that of
-the reward model, at the smallest vocabulary and the longest length. `growth` is what the peak grows by from
-the smallest vocabulary to the largest at the longest length, beside what the logits of all positions would
-take.
+the reward model, at the smallest vocabulary and the longest length. `growth` is the increase of the peak from
+the smallest vocabulary to the largest at the longest length, with that of the logits of all positions.
 """
 
 import sys
@@ -22,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # the repository, where this is run as a script
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # repository root, when run as a script
 
 import torch
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification

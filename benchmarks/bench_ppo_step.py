@@ -4,23 +4,23 @@
 python benchmarks/bench_ppo_step.py --trl_python DIR/bin/python [--algorithm grpo] [--quick]
 
 DIR is made by `bash benchmarks/make_peer_env.sh trl-1.12 DIR`: the last release with a PPOTrainer. Both sides
-load the same models (4 layers, hidden 256, vocabulary 8192, fp32; workload.py), take 16 prompts a step, as
-long as a chat data set's, 256 tokens at most, answer with up to 64 tokens whose lengths are those of real
-answers, make 4 optimizer steps of each of actor and critic, and run one thread each, in turns. TRL does not
-clip gradients, and pads every answer to 64.
+load the same models (4 layers, hidden 256, vocabulary 8192, fp32; workload.py), take 16 prompts per step with
+the lengths of a chat data set, 256 tokens at most, sample responses of up to 64 tokens with the lengths of
+real ones, take 4 optimizer steps each for actor and critic, and run one thread each, in turns. TRL does not
+clip gradients, and pads every response to 64.
 
-  ours                 --enable_hybrid_engine --packed, as the launch scripts have it
+  ours                 --enable_hybrid_engine --packed, as in the launch scripts
   ours, cut by rows    without --packed
 
---algorithm grpo: a whole GRPO step beside TRL 1.16 (DIR of `make_peer_env.sh trl-1.16`): 8 responses to each
-of 16 prompts a step, the same lengths, a reference, a reward model, one optimizer step of all 128 responses,
-gradients clipped on both sides. TRL trains on 16 responses at a time, pads all of a step to its longest
-prompt and response, and scores responses as text, without their EOS.
+--algorithm grpo: a whole GRPO step, compared with TRL 1.16 (DIR of `make_peer_env.sh trl-1.16`): 8 responses
+to each of 16 prompts per step, the same lengths, a reference, a reward model, one optimizer step of all 128
+responses, gradients clipped on both sides. TRL trains on 16 responses at a time, pads all of a step to its
+longest prompt and response, and scores responses as text, without their EOS.
 
   ours, prompts apart   with --no_share_prompts
-  labels only           TRL with its output head as it is on a GPU, where it skips prompts and padding
+  labels only           TRL with its output head as on a GPU, where it skips prompts and padding
 
-The last line is a JSON object; `ratio` is TRL's seconds a step over ours, `ratios` has it by name, and that
+The last line is a JSON object; `ratio` is TRL's seconds per step over ours, `ratios` has it by name, also
 with labels only.
 """
 
@@ -33,7 +33,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # the repository, where this is run as a script
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # repository root, when run as a script
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -67,9 +67,9 @@ def our_step(
     num_prompts: int = NUM_PROMPTS,
     **flags: Any,
 ) -> Callable[[], dict]:
-    """A function that does one step of `num_prompts` prompts and returns its metrics."""
+    """A function that runs one step of `num_prompts` prompts and returns its metrics."""
     algorithm_entry = find_algorithm(algorithm)
-    rates = {"actor_learning_rate": 1e-6, "critic_learning_rate": 1e-6}  # the lengths must stay what they are
+    rates = {"actor_learning_rate": 1e-6, "critic_learning_rate": 1e-6}  # response lengths must not change
     args = PPOArguments(
         algorithm=algorithm,
         per_device_generation_batch_size=num_prompts,
@@ -98,12 +98,12 @@ def our_step(
 def our_turn(
     name: str, step: Callable[[], dict], num_rows: int, tokens: list[float], shares: PeakShares
 ) -> float:
-    """Take a step of so many responses and return its seconds; their tokens join `tokens`."""
+    """Take a step of `num_rows` responses and return its seconds; append their tokens to `tokens`."""
     return shares.timed(name, lambda: tokens.append(num_rows * step()["rollout/response_tokens"]))
 
 
 def peer_turn(peer: Peer, tokens: list[float]) -> float:
-    """Let the peer take a step and return its seconds; its response tokens join `tokens`."""
+    """Let the peer take a step and return its seconds; append its response tokens to `tokens`."""
     answer = peer.go()
     tokens.append(answer["tokens"])
     return answer["seconds"]
@@ -119,7 +119,7 @@ def main() -> None:
     torch.set_num_threads(1)
     sizes = TINY if args.quick else {}
     shares = PeakShares()
-    tokens: dict[str, list[float]] = {name: [] for name in ("ours", other, "trl", "labels only")}  # of steps
+    tokens: dict[str, list[float]] = {name: [] for name in ("ours", other, "trl", "labels only")}  # per step
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         models = save_models(folder, seed=0, **sizes)
         prompts = ppo_prompts(256, 1, MAX_PROMPT)

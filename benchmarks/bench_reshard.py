@@ -3,15 +3,14 @@
 
 python benchmarks/bench_reshard.py [--quick]
 
-Starts 2 and then 4 ranks by itself. Three ways of getting weights to generate with take turns:
-  ours          each rank receives what its slice lacks (common/generation/resharding.py)
+Starts 2 and then 4 ranks by itself. Three ways to get the weights for generation take turns:
+  ours          each rank receives the missing parts of its slice (common/generation/resharding.py)
   gather-all    DeepSpeed's GatheredParameters over all weights, as DeepSpeed-Chat does it without
                 tensor parallelism; every rank then has the whole model
   gather-layer  GatheredParameters over one layer at a time, of which each rank keeps its slice, as
                 DeepSpeed-Chat does it with tensor parallelism
-Bytes are read off the collectives as they run, memory off every tensor that is made meanwhile. The last line
-is a JSON object; its `ratio` is gather-all's bytes over ours at 4 ranks (2 with --quick), tensor-parallel
-size 2.
+Bytes are counted at the collectives, memory over all tensors created during the switch. The last line is a
+JSON object; its `ratio` is gather-all's bytes over ours at 4 ranks (2 with --quick), tensor-parallel size 2.
 """
 
 import sys
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # the repository, where this is run as a script
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # repository root, when run as a script
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,10 +39,9 @@ WORLD_SIZES = (2, 4)
 
 
 class SwitchMeter(TorchDispatchMode):
-    """Context that counts the bytes that collectives bring to this rank and the memory of new tensors.
+    """Context that counts the bytes that this rank receives by collectives, and the memory of new tensors.
 
-    What a rank sends to itself is not traffic. `peak_bytes` is the most that tensors created inside held at
-    once.
+    Bytes that a rank sends to itself do not count. `peak_bytes` is the peak of the tensors created inside.
     """
 
     def __init__(self) -> None:
@@ -79,7 +77,7 @@ class SwitchMeter(TorchDispatchMode):
 
 
 def gather_all(parameters: dict[str, torch.nn.Parameter]) -> None:
-    """Make all weights whole on every rank. Every rank must call this."""
+    """Gather all weights on every rank. Every rank must call this."""
     with gather_whole(list(parameters.values())):
         pass
 
@@ -87,7 +85,7 @@ def gather_all(parameters: dict[str, torch.nn.Parameter]) -> None:
 def gather_layers(
     parameters: dict[str, torch.nn.Parameter], cuts: dict[str, Cut], tp_rank: int
 ) -> dict[str, torch.Tensor]:
-    """This rank's slices, taken from one whole layer after the other. Every rank must call this."""
+    """This rank's slices, taken from the whole weights layer by layer. Every rank must call this."""
     slices = {}
     for names in group_by_layers(list(parameters), 1):
         with torch.no_grad(), gather_whole([parameters[name] for name in names]):
@@ -139,7 +137,7 @@ def measure_size(
 
 
 def check_slices(received: Iterable[tuple[str, TrainedWeight]], expected: dict[str, torch.Tensor]) -> None:
-    """Raise RuntimeError unless both ways gave the same slices."""
+    """Raise RuntimeError unless both ways give the same slices."""
     for name, weight in received:
         if not torch.equal(weight.parameter, expected[name]):
             raise RuntimeError(f"{name}: the slice is not that of the whole weight")

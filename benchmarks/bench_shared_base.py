@@ -4,12 +4,12 @@
 python benchmarks/bench_shared_base.py [--quick]
 
   shared  three saved adapters of one base: its parameters are held once
-  copies  the same adapters, each of a base of its own
+  copies  the same adapters, each with a separate base
 
-Each case is a process of its own that builds the four roles of a random Llama (fp32; workload.py), takes a
-short step, and then one of 4 prompts with answers of up to 32 tokens. `held` is what resident memory has
-grown by from before the models were loaded to the end of the first step, `peak` what it had at its highest
-during the second; `planned` is what `tools.plan` says of the same flags without what no tensor holds.
+Each case runs in a separate process that builds the four roles of a random Llama (fp32; workload.py) and
+takes two steps of 4 prompts with responses of up to 32 tokens. `held` is the increase of resident memory from
+before the models are loaded to the end of the first step, `peak` that to the peak of the second; `planned` is
+the plan of `tools.plan` for the same flags, tensors only.
 
 The last line is a JSON object, in MiB; `ratio` is the copies' peak over that of the shared base.
 """
@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # the repository, where this is run as a script
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # repository root, when run as a script
 
 import torch
 from transformers import LlamaForCausalLM
@@ -101,7 +101,7 @@ def measure(folders: dict[str, str]) -> dict[str, float]:
 
 
 def plan_bytes(folders: dict[str, str]) -> dict[str, float]:
-    """Planned bytes of the weights of all roles, and in all, of what tensors hold at the peak."""
+    """Planned bytes of the weights of all roles, and of all tensors, at the peak."""
     flags = {"stage": 3, "gpu": "cpu", "enable_hybrid_engine": True, "reward": f"model:{folders['reward']}"}
     flags |= ppo_flags(folders) | {"per_device_generation_batch_size": NUM_PROMPTS}
     held = MemoryPlan(plan_run(flags)).peak.gpu

@@ -1,21 +1,21 @@
 #!/usr/bin/env python
-"""Training: tokens a second of SFT, reward modelling and DPO, padded and packed, beside TRL.
+"""Training: tokens per second of SFT, reward modelling and DPO, padded and packed, compared with TRL.
 
 python benchmarks/bench_train.py --trl_python DIR/bin/python [--quick]
 
 DIR is made by `bash benchmarks/make_peer_env.sh trl-1.16 DIR`. Every way trains the same random Llama (4
-layers, hidden 256, vocabulary 8192, fp32) on the same rows, as long as a chat data set's (workload.py), 16
-rows an optimizer step, with AdamW, clipping and a loss on response tokens only; one turn is one pass over the
-rows, and all take turns in one run. Tokens are real ones, padding counts nothing.
+layers, hidden 256, vocabulary 8192, fp32) on the same rows with the lengths of a chat data set (workload.py),
+16 rows per optimizer step, with AdamW, clipping and a loss on response tokens only; one turn is one pass over
+the rows, and all take turns in one run. Padding is not counted as tokens.
 
   sft     ours padded and packed; TRL's SFTTrainer padded (16 rows at once, and one by one with accumulation),
           padding_free, and packed (best fit decreasing)
   reward  ours padded and packed; TRL's RewardTrainer padded, both ways, and grouped by length (no packing)
-  dpo     the same of TRL's DPOTrainer (its padding_free pads); each side asks the reference before it trains
+  dpo     the same of TRL's DPOTrainer (its padding_free pads); each side evaluates the reference first
 
-Ours padded is what a model has whose layers are not told where sequences begin. The last line is a JSON
-object; `ratio` is SFT's: our best over TRL's best as it is shipped; `ratios` are all of them. `labels only`
-is TRL with its output head as it is on a GPU, where it skips what has no label.
+Ours padded is for models whose layers do not support packing. The last line is a JSON object; `ratio` is
+SFT's: our best over TRL's best as it is shipped; `ratios` are all of them. `labels only` is TRL with its
+output head as on a GPU, where it skips positions without a label.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # the repository, where this is run as a script
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # repository root, when run as a script
 
 import torch
 
@@ -46,10 +46,10 @@ from step2_reward.kto_trainer import KTOTrainer
 from step2_reward.pair_trainer import DPOTrainer, RewardTrainer
 
 MAX_SEQ_LEN, ROWS_PER_STEP = 512, 16
-# Ways of TRL by section. An optimizer step has 16 rows, or 4 packs of 512 tokens; smaller micro-batches with
-# accumulation are what a user of TRL can do about padding on a CPU.
-BEST_FIT = {"packing": True, "packing_strategy": "bfd"}  # decreasing; batch_size counts packs
-ONE_ROW = {"padding_free": True, "max_length": None}  # a mask between its sequences
+# Ways of TRL by section. An optimizer step has 16 rows, or 4 packs of 512 tokens; on a CPU, smaller
+# micro-batches with accumulation are how a user of TRL can reduce padding.
+BEST_FIT = {"packing": True, "packing_strategy": "bfd"}  # best fit decreasing; batch_size counts packs
+ONE_ROW = {"padding_free": True, "max_length": None}  # sequences of a batch in one row, masked
 PACKS = {"options": BEST_FIT, "batch_size": 1, "accumulation": 4}
 PAIR_WAYS = {
     "trl, padded": {"batch_size": 16},
@@ -74,7 +74,7 @@ TRL_WAYS: dict[str, dict[str, dict[str, Any]]] = {
 }
 TRAINERS = {"sft": SFTTrainer, "reward": RewardTrainer, "dpo": DPOTrainer, "kto": KTOTrainer}
 PAIR = ("chosen_ids", "rejected_ids")
-# Whose tokens are trained on.
+# Columns whose tokens are trained on.
 COLUMNS = {"sft": ("input_ids",), "reward": PAIR, "dpo": PAIR, "kto": ("answer_ids",)}
 
 
@@ -87,8 +87,8 @@ def build_ours(
     num_tokens: int = workload.VOCABULARY,
     **flags: Any,
 ) -> tuple[single_model.Trainer, GlobalBatches]:
-    """Our trainer of a model in `folder`, with --packed or padded in one pass or as the program does it, and
-    its batches.
+    """Our trainer of a model in `folder`, and its batches: with --packed, padded in one pass, or (None) as
+    the program does it.
 
     `num_tokens` is the tokenizer's length. The reference of DPO and KTO has already been computed.
     """

@@ -1,7 +1,8 @@
 """Shared parts of the benchmarks: flags, taking turns, TRL as a peer, peak memory, tables, the last line.
 
-The peer runs in its own environment and exchanges JSON lines: it reports that it is ready, then answers each
-"go". Imported from both environments: the standard library and torch, our own modules inside functions only.
+The peer runs in its own environment and exchanges JSON lines: it reports that it is ready, then replies to
+each "go". Imported from both environments, so only the standard library and torch at the top; our modules are
+imported inside functions.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from unittest import mock
 import torch
 
 PEER = Path(__file__).with_name("trl_peer.py")
-# Our PYTHONPATH would hide the peer's libraries; of our group it would wait for us, or want our port.
+# Our PYTHONPATH would hide the peer's libraries; with these variables it would wait for our ranks or port.
 NOT_FOR_PEERS = {"PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"}
 NOT_FOR_PEERS |= {"MASTER_ADDR", "MASTER_PORT"}
 
@@ -44,8 +45,8 @@ def read_args(
     """The flags of a benchmark: `quick`, `runs`, `trl_python`, and `algorithm` if `algorithms` have the
     `peer_environment` of each; the first is the default.
 
-    `num_runs` is the baseline's number of rounds, 0 if rounds are not counted. A peer's interpreter is
-    required if an environment of make_peer_env.sh is named, except with --quick. Exits if it is not one.
+    `num_runs` is the baseline's number of rounds, 0 without rounds. A peer's interpreter is required if an
+    environment of make_peer_env.sh is named, except with --quick. Exits if it cannot be executed.
     """
     from common.programs import startup
 
@@ -85,7 +86,7 @@ def begin(doc: str, num_runs: int = 0, **options: Any) -> argparse.Namespace:
 
 
 def in_new_process(measure: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Result of `measure` in a separate process, whose memory is measured alone."""
+    """Result of `measure` in a separate process, so that only its memory is measured."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(measure, *args, **options).result()
 
@@ -94,7 +95,7 @@ def in_new_process(measure: Callable[..., Any], *args: Any, **options: Any) -> A
 
 
 class Peer:
-    """TRL at a task of trl_peer.py; a context manager. `started` is its report at the start."""
+    """TRL running a task of trl_peer.py; a context manager. `started` is its report at the start."""
 
     def __init__(self, python: str, **task: Any) -> None:
         self.command = [python, str(PEER), json.dumps(task)]
@@ -115,7 +116,7 @@ class Peer:
         self.process.communicate()
 
     def go(self) -> dict[str, Any]:
-        """Let it take a turn; return what it measured."""
+        """Let it take a turn; return its measurements."""
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
         return self._read()
@@ -140,7 +141,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w", buffering=1)
-        os.dup2(2, 1)  # what anybody else prints joins the errors
+        os.dup2(2, 1)  # all other output goes to standard error
         self._began = time.perf_counter()
 
     def wait(self) -> None:
@@ -156,8 +157,8 @@ class Turns:
 
 
 def plan_run(flags: Mapping[str, Any], models: Any = None) -> Any:
-    """The run that `tools.plan` builds from flags; True stands for a switch; `models` are already read
-    ones.
+    """The run that `tools.plan` builds from flags; True means a flag without a value; `models`: those that
+    are already read.
     """
     from common.flags.args import Problems
     from tools.planned_run import PlanArguments, build_run, read_run
@@ -194,7 +195,7 @@ class PeakShares:
     """Share of this process's own peak FLOP/s that each way reaches, with the FLOPs of perf/mfu."""
 
     def __init__(self) -> None:
-        self.rates: dict[str, list[float]] = {}  # FLOPs a second of its runs
+        self.rates: dict[str, list[float]] = {}  # FLOP/s of each of its runs
 
     def timed(self, name: str, run: Callable[[], Any]) -> float:
         """Seconds of a run of ours, whose models count their FLOPs."""
@@ -215,7 +216,7 @@ class PeakShares:
         from common.models.model_flops import own_peak_flops
 
         peak = own_peak_flops(DTYPES[dtype])
-        # A run before those that count is the first of several.
+        # The first of several runs is a warm-up.
         medians = {name: statistics.median(rates[1:] or rates) for name, rates in self.rates.items()}
         shares = {name: round(rate / peak, 4) for name, rate in medians.items()}
         shown = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
@@ -231,7 +232,7 @@ def copy_bandwidth(num_bytes: int, device: Any = "cpu") -> float:
 
 
 def take_turns(ways: Mapping[str, Callable[[], float]], num_runs: int) -> Rates:
-    """Median, low and high of each way's results over `num_runs` rounds, after one that is not counted.
+    """Median, low and high of each way's results over `num_runs` rounds, after a warm-up round.
 
     All ways run in every round, so that slow minutes of the machine affect all of them.
     """
@@ -247,14 +248,14 @@ def take_turns(ways: Mapping[str, Callable[[], float]], num_runs: int) -> Rates:
 
 
 def best(rates: Rates, prefix: str) -> float | None:
-    """The best median of the ways whose name has this prefix, None without any; more is better."""
+    """The best median of the ways whose name has this prefix, None without any; higher is better."""
     return max((rate["median"] for name, rate in rates.items() if name.startswith(prefix)), default=None)
 
 
 def print_rates(
     title: str, rates: Rates, peer: str, unit: str = "tokens/s", *, is_lower_better: bool = False
 ) -> float:
-    """Print the ways, and the ratio of each to the best whose name begins with `peer`; return that of our
+    """Print the ways, and the ratio of each to the best whose name starts with `peer`; return that of our
     best.
     """
     merits = {name: rate["median"] ** (-1 if is_lower_better else 1) for name, rate in rates.items()}
@@ -277,7 +278,7 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 def print_result(
     name: str, ours: float, peer: float | None, *, is_lower_better: bool = False, **facts: Any
 ) -> None:
-    """Print the last line: the command, `ours`, `peer`, `ratio` (or None) and further facts."""
+    """Print the last line: origin, `ours`, `peer`, `ratio` (or None) and further facts."""
     from common.ranks import distributed
 
     ratio = None if peer is None else round(peer / ours if is_lower_better else ours / peer, 4)

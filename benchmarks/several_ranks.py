@@ -32,7 +32,7 @@ def start_ranks(work: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
     """
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     if torch.cuda.device_count() < num_ranks:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nccl wants a device for each rank: all use the CPU
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # NCCL needs one device per rank: all use the CPU
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -41,14 +41,14 @@ def start_ranks(work: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",  # any free port
         max_restarts=0,
-        start_method="spawn" if torch.cuda.device_count() else "fork",  # which imports nothing again
+        start_method="spawn" if torch.cuda.device_count() else "fork",  # a fork imports nothing again
     )
     return elastic_launch(config, _be_rank)(work, *args)[0]
 
 
 def _be_rank(work: Callable[..., Any], *args: Any) -> Any:
     startup.quiet_libraries()
-    torch.set_num_threads(1)  # forked: the parent's other threads are not there, and would be waited for
+    torch.set_num_threads(1)  # a fork lacks the parent's other threads and would wait for them
     distributed.start()
     result = work(*args)
     distributed.stop()
@@ -63,8 +63,8 @@ def _with_engine(folder: str, work: Callable[..., Any], *args: Any) -> Any:
 
 
 def received_bytes(operation: Any, args: Sequence[Any]) -> float:
-    """Bytes that a rank receives by a collective, an operation of torch's dispatcher, at the least: for an
-    all-reduce of M bytes 2 (n - 1) / n M, as in a ring. What a rank sends to itself is not traffic.
+    """Minimum bytes that a rank receives by a collective, an operation of torch's dispatcher: for an
+    all-reduce of M bytes 2 (n - 1) / n M, as in a ring. Bytes that a rank sends to itself do not count.
 
     Raises NotImplementedError for collectives that no benchmark uses.
     """

@@ -3,17 +3,17 @@
 
 DIR/bin/python benchmarks/trl_peer.py '{"task": "sft", "rows": "ROWS.json", "models": "FOLDER"}'
 
-`train()` runs once; a callback holds it between turns. Logs and checkpoints are off. Where `options` end it,
-the last answer is `history`: what the trainer has logged.
+`train()` runs once; a callback pauses it between turns. Logs and checkpoints are off. If `options` limit the
+training, the last message is `history`: the trainer's log.
   sft, reward,  TRL 1.16; a turn is a pass over the rows: TRL's own batches, forward, backward, clipping,
-  dpo, kto      optimizer. An optimizer step is batch_size * accumulation rows. The answer: seconds
+  dpo, kto      optimizer. An optimizer step is batch_size * accumulation rows. It reports: seconds
   ppo           TRL 1.12, the last release with a PPOTrainer; a turn is a PPO step: prompts, generation, the
                 scores of four models, advantages, 4 optimizer steps, metrics. It does not clip gradients.
-                The answer: seconds, tokens (generated ones: EOS included, nothing after it), rollout
+                It reports: seconds, tokens (generated ones: EOS included, nothing after it), rollout
   grpo          TRL 1.16; a turn is a GRPO step: prompts, generation, scores of policy, reference and reward
-                model, one optimizer step of all responses. The answer is as ppo's
-With `length` sft and reward train a short step that makes the optimizer's moments, then the measured one, and
-say `peak_bytes` when ready: gradients, activations, logits; no weights, no moments.
+                model, one optimizer step of all responses. It reports the same as ppo
+With `length`, sft and reward train a short step that allocates the optimizer's moments, then the measured
+one, and report `peak_bytes` first: gradients, activations, logits; no weights, no moments.
 Attention is torch's (sdpa): FlashAttention needs a GPU, and flex_attention has no backward pass on a CPU.
 """
 
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # the repository, where this is run as a script
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # repository root, when run as a script
 
 import torch
 import transformers
@@ -55,9 +55,9 @@ class Task:
     accumulation: int = 1
     labels_only: bool = False  # see `score_labels_only`
     max_new_tokens: int = 64
-    num_samples: int = 8  # of a prompt, for `grpo`
-    scores_tokens: bool = False  # for `grpo`: its reward model reads the response's EOS, too
-    options: dict[str, Any] = field(default_factory=dict)  # of the trainer, in place of those it has here
+    num_samples: int = 8  # per prompt, for `grpo`
+    scores_tokens: bool = False  # for `grpo`: the reward model also reads the response's EOS
+    options: dict[str, Any] = field(default_factory=dict)  # of the trainer, overriding those set here
     length: int = 0  # of each sequence, to measure memory
     vocabulary: int = 0
 
@@ -93,7 +93,7 @@ def call_at(**functions: Callable[[], None]) -> TrainerCallback:
 
 
 def turn_by_step(turns: Turns, rollouts: list[Rollout]) -> TrainerCallback:
-    """Callback that waits for a turn before each step and answers the newest rollout after it."""
+    """Callback that waits for a turn before each step and reports the newest rollout after it."""
 
     def hold(**facts: Any) -> None:
         turns.answer(**facts)
@@ -106,7 +106,7 @@ def turn_by_step(turns: Turns, rollouts: list[Rollout]) -> TrainerCallback:
 
 
 def measure_second_step(turns: Turns) -> TrainerCallback:
-    """Callback that answers the memory from the end of the first step to that of the second."""
+    """Callback that reports the peak memory from the end of the first step to that of the second."""
     baselines: list[int] = []
 
     def end() -> None:
@@ -135,11 +135,11 @@ def record_rollouts(owner: Any, name: str, read: Callable[..., Rollout]) -> list
 
 
 def score_labels_only() -> None:
-    """Let TRL's output head score only positions with a label, as it does with Triton on a GPU.
+    """Make TRL's output head score only positions with a label, as it does with Triton on a GPU.
 
-    On a CPU it scores prompts and padding too: a third of a step and more, which a GPU does not pay.
+    On a CPU it also scores prompts and padding: a third of a step or more, a cost that a GPU does not have.
     """
-    trl.trainer.utils._use_triton = lambda device: True  # read for the choice of positions, not of the kernel
+    trl.trainer.utils._use_triton = lambda device: True  # selects the positions only, not the kernel
 
 
 def load_model(task: Task, name: str) -> Any:
@@ -199,7 +199,7 @@ class Supervised(NamedTuple):
     columns: Callable[[list[Row]], list[Row]]
     options: dict[str, Any]
     model: str = "policy"
-    names: dict[str, str] = {}  # of our columns in TRL's data, where it has made tokens of texts
+    names: dict[str, str] = {}  # of our columns in TRL's data, if it tokenises text
 
 
 UNCUT = {"max_length": None}
@@ -212,7 +212,7 @@ SUPERVISED = {
         UNCUT | {"remove_unused_columns": False},
         model="reward",
     ),
-    "dpo": Supervised(  # each asks its model for the reference's log-probabilities before it trains
+    "dpo": Supervised(  # reference log-probabilities are computed before training
         trl.DPOTrainer,
         trl.DPOConfig,
         dpo_columns,
@@ -352,7 +352,7 @@ def build_grpo_trainer(task: Task, turns: Turns, output_dir: str) -> Any:
     prompts = json.loads(Path(task.rows).read_text())
     reward = load_model(task, "reward")
     rollouts = record_rollouts(trl.GRPOTrainer, "_generate_single_turn", read_grpo_rollout)
-    # The reward model reads the texts of prompt and response one after the other: words stay words.
+    # TRL concatenates the texts of prompt and response for the reward model: the space separates the words.
     texts = [{"prompt": TOKENIZER.decode(row["input_ids"]) + " "} for row in prompts]
     return trl.GRPOTrainer(
         model=load_model(task, "policy"),
@@ -397,7 +397,7 @@ def main() -> None:
         trainer = BUILDERS[task.task](task, turns, output_dir)
         trainer.train()
     turns.answer(history=trainer.state.log_history)
-    turns.wait()  # until it is read
+    turns.wait()  # until it has been read
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The workload of the benchmarks: seeded rows as long as a chat data set's, and the models for them.
+"""The workload of the benchmarks: seeded rows with the lengths of a chat data set, and the models for them.
 
 Both sides of a comparison import this file, ours and the peer's: torch, transformers, tokenizers and the
-standard library only. Lengths follow hh-rlhf (harmless, 1112 pairs; a word is taken as 1.3 tokens), measured
-and drawn:
+standard library only. Lengths follow hh-rlhf (harmless, 1112 pairs; 1.3 tokens assumed per word), measured
+and sampled:
 
                        5 %  10 %  25 %  50 %  75 %  90 %  95 %   mean
     prompt             11    14    25    84   153   253   324    108   (cut at 400: 2.8 % of them)
@@ -13,12 +13,12 @@ and drawn:
       lognormal         7    10    19    35    67   118   166     53   median 36, sigma .93, 4 to 256
 
 The logarithms of a pair's two response lengths correlate by .31 there, and by .3 here. Ids are uniform in the
-vocabulary: which token it is costs nothing. Rows have the columns of our token cache.
+vocabulary, since the cost does not depend on them. Rows have the columns of our token cache.
 
-Weights are random, yet responses end as real ones do: the policy gives EOS the same probability p at every
-position, so lengths are geometric, cut at `max_new_tokens`. How: every embedding has the same large first
-entry, which the residual stream carries to the final norm; EOS's row of the output head reads that entry
-alone. The logits of all others are as random as ever: their entropy is 8.83 of 9.01 nats.
+Weights are random, but responses end like real ones: the policy gives EOS the same probability p at every
+position, so lengths are geometric, cut at `max_new_tokens`. For this, every embedding has the same large
+first entry, which the residual stream carries to the final norm; EOS's row of the output head reads only that
+entry. The logits of all other tokens remain random: their entropy is 8.83 of 9.01 nats.
 """
 
 import math
@@ -36,24 +36,24 @@ from transformers import (
 
 VOCABULARY = 8192
 PAD, BOS, EOS, UNKNOWN = range(4)
-FIRST_ID = 4  # smaller ids are the special ones
+FIRST_ID = 4  # smaller ids are special tokens
 MAX_TOKENS = 512  # of prompt and response
 MAX_PROMPT, MAX_RESPONSE = 400, 256
 PROMPT = (75, 0.95)  # median, sigma of the logarithm
 CHOSEN = (28, 0.90)
 REJECTED = (36, 0.93)
 PAIR_CORRELATION = 0.3
-WARM_UP_TOKENS = 8  # of a row of the step before the one whose memory is measured
-# Above what the layers add: p spreads by 3.5 %; by 11 % at 1, and at 0.3 it is no constant.
+WARM_UP_TOKENS = 8  # per row, in the step before the measured one
+# Large compared with what the layers add: p varies by 3.5 %; by 11 % at 1, and at 0.3 it is not constant.
 SHARED_ENTRY = 2.0
 EOS_PROBABILITY = 1 / 33  # cut at 64 tokens: mean 28, 14 % reach the cut
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-TINY |= {"num_key_value_heads": 4}  # what --quick makes of the model: it shows that a benchmark runs
+TINY |= {"num_key_value_heads": 4}  # --quick only shows that a benchmark runs
 
 
 def small_llama_config(**changes: Any) -> LlamaConfig:
-    """The training benchmarks' model: 7.4 million weights, the output head is not the embedding."""
+    """Configuration of the training benchmarks' model: 7.4 million weights, untied output head."""
     options = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
     options |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": VOCABULARY}
     options |= {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS, "tie_word_embeddings": False}
@@ -107,7 +107,7 @@ def ppo_prompts(n: int, seed: int, max_tokens: int) -> list[dict[str, Any]]:
 
 
 def memory_rows(n: int, num_tokens: int, vocabulary: int) -> list[dict[str, Any]]:
-    """Rows like those of `sft_rows`, all of one length, a third of it the prompt."""
+    """Rows like those of `sft_rows`, all of the same length, of which a third is the prompt."""
     num_prompt = max(num_tokens // 3, 1)
     mask = [0] * num_prompt + [1] * (num_tokens - num_prompt)
     ids = torch.randint(FIRST_ID, vocabulary, (n, num_tokens)).tolist()
@@ -115,7 +115,7 @@ def memory_rows(n: int, num_tokens: int, vocabulary: int) -> list[dict[str, Any]
 
 
 def memory_pairs(n: int, num_tokens: int, vocabulary: int) -> list[dict[str, Any]]:
-    """Rows like those of `pair_rows`, all sequences of one length, a third of it the common prompt."""
+    """Rows like those of `pair_rows`, all sequences of the same length; a third is the common prompt."""
     rows = memory_rows(2 * n, num_tokens, vocabulary)
     pairs = []
     for chosen, rejected in zip(rows[:n], rows[n:], strict=True):
@@ -149,7 +149,7 @@ def build_policy(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
             hidden = model.model(torch.tensor([row["input_ids"]])).last_hidden_state[0]  # (T, hidden)
             logits = hidden @ head.T
             logits[:, EOS] = -math.inf
-            # log odds = head[EOS, 0] * entry - the logsumexp of all others
+            # log odds = head[EOS, 0] * entry - logsumexp of all other logits
             weights.append((log_odds + logits.logsumexp(-1)) / hidden[:, 0])
         head[EOS, 0] = torch.cat(weights).mean()
     return model

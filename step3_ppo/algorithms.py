@@ -1,9 +1,9 @@
 """Advantage estimators: functions that add advantages to a rollout batch. They do not use an engine.
 
 An algorithm is called as `add_advantages(batch, args, kl_coef) -> batch`; `batch` has this rank's responses
-(`step3_ppo/rollout_batch.py`), groups whole, and `args` have their empty flags filled in. Every rank calls
-it: statistics of the step come from `step_mean` and `with_advantages`. It is registered by name, with what it
-needs and what it usually does:
+(`step3_ppo/rollout_batch.py`) in whole groups, and the empty flags of `args` are filled in. Every rank calls
+it: statistics of the step come from `step_mean` and `with_advantages`. It is registered by name, with its
+requirements and defaults:
 
     @register_algorithm("mine", ignores=("gae_lambda",))
     def add_advantages(batch, args, kl_coef):
@@ -41,7 +41,7 @@ from step3_ppo.rollout_batch import on_every_token, sampled_mask, tokens, with_t
 
 AddAdvantages = Callable[[PackedBatch, PPOArguments, float], PackedBatch]
 
-# As in TRL: what keeps the rounding of nearly equal scores from becoming an advantage.
+# As in TRL; keeps the rounding error of nearly equal scores from becoming an advantage.
 STD_EPSILON = 1e-4
 USUAL_ESTIMATORS = {"reward": "k1", "loss": "k3"}
 
@@ -53,9 +53,9 @@ class Algorithm:
     name: str
     add_advantages: AddAdvantages
     needs_critic: bool = False  # its batch has old_values, and it fills in returns
-    needs_greedy: bool = False  # its batch has the greedy answer's greedy_scores, _is_finished and _lengths
+    needs_greedy: bool = False  # its batch has the greedy response's greedy_scores, _is_finished and _lengths
     needs_group: bool = False  # compares responses to one prompt: --num_samples_per_prompt above 1
-    needs_teacher: bool = False  # --teacher_model_name_or_path; needs no scores then, and no reference
+    needs_teacher: bool = False  # --teacher_model_name_or_path replaces the reference; scores are optional
     kl_in: str = "reward"
     adv_norm: str = "none"
     loss_aggregation: str = "token"
@@ -90,11 +90,11 @@ def fill_defaults(args: PPOArguments, algorithm: Algorithm) -> PPOArguments:
 
 
 def unused_flags(algorithm: Algorithm, given: set[str]) -> list[str]:
-    """Those of the given flags, names without dashes, that the algorithm does not read, sorted."""
+    """The given flags (names without dashes) that the algorithm does not read, sorted."""
     unused = set(algorithm.ignores)
     if not algorithm.needs_critic:
         unused |= {name for name in given if name.startswith(("critic_", "value_")) or name == "gae_lambda"}
-        # Reward models are sharded like the critic; without --reward it is the one that scores.
+        # The critic's flags also shard the reward models and, without --reward, name the reward model.
         unused -= {"critic_zero_stage"}
         if "reward" not in given:
             unused -= {"critic_model_name_or_path"}
@@ -102,18 +102,18 @@ def unused_flags(algorithm: Algorithm, given: set[str]) -> list[str]:
 
 
 def divergence_beta(args: PPOArguments) -> float | None:
-    """`beta` of `common.models.divergence` for --distill_loss; None: of the sampled tokens alone."""
+    """`beta` of `common.models.divergence` for --distill_loss; None: sampled tokens only."""
     betas = {"reverse_kl": REVERSE_KL, "forward_kl": FORWARD_KL, "jsd": args.distill_beta}
     return betas.get(args.distill_loss)
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Steps that several algorithms take
+# Parts shared by several algorithms
 # ---------------------------------------------------------------------------------------------------------
 
 
 def shaped_scores(batch: PackedBatch, args: PPOArguments) -> torch.Tensor:
-    """Scores (b,) fp32 after the shaping that the flags ask for. Every rank must call this."""
+    """Scores (b,) fp32 after the shaping set by the flags. Every rank must call this."""
     numbers = (batch.numbers(key) for key in ("scores", "is_finished", "group_ids"))
     return _shape(args, *numbers, batch.lengths["response_ids"])
 
@@ -194,7 +194,7 @@ def with_advantages(
     the whole step or of each prompt's responses. Every rank must call this.
     """
     mask = tokens(batch, "loss_mask")
-    if args.truncated == "mask":  # overlong filtering (DAPO, arXiv:2503.14476): the score counts in its group
+    if args.truncated == "mask":  # overlong filtering (DAPO, arXiv:2503.14476): its score still counts
         mask = mask & batch.numbers("is_finished")[:, None]
     if args.adv_norm == "batch":
         advantages = whiten(advantages, mask, reduce_sum=distributed.reduce_sum)
@@ -221,7 +221,7 @@ def add_ppo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -
     PPO, arXiv:1707.06347; for language models arXiv:2203.02155. Values are in the units of the scores.
     """
     rewards = token_rewards(batch, shaped_scores(batch, args), args, kl_coef)
-    # A finished response ends in a terminal state of value 0; the critic values what follows a cut one.
+    # A finished response ends in a terminal state of value 0; a truncated one can use the critic's value.
     is_bootstrapped = ~batch.numbers("is_finished") & (args.truncated == "bootstrap")
     advantages, returns = generalized_advantages(
         rewards,
@@ -263,7 +263,7 @@ def add_dr_grpo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: floa
 @register_algorithm("rloo", needs_group=True, ignores=("gamma", "gae_lambda"))
 @torch.no_grad()
 def add_rloo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> PackedBatch:
-    """The batch with score - mean of the others: Ahmadian et al. 2024, arXiv:2402.14740."""
+    """The batch with score - mean of the group's other scores: Ahmadian et al. 2024, arXiv:2402.14740."""
     rewards, scores, group = compare_in_groups(batch, args, kl_coef)
     advantages = on_every_token(scores - group.leave_one_out_mean, batch)
     return with_advantages(batch, args, rewards, advantages)

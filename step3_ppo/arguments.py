@@ -274,16 +274,16 @@ class PPOArguments(
 
     @property
     def samples_per_step(self) -> int:
-        """The responses that a rank samples for one PPO step."""
+        """Responses per rank and PPO step."""
         prompts = self.per_device_generation_batch_size * self.generation_batches
         return prompts * self.num_samples_per_prompt
 
     @property
     def samples_per_update(self) -> int:
-        """The responses of a rank that an optimizer step learns from."""
+        """Responses per rank and optimizer step."""
         return self.per_device_training_batch_size * self.gradient_accumulation_steps
 
     @property
     def updates_per_step(self) -> int:
-        """The minibatches of a PPO step, for each of which actor and critic make an optimizer step."""
+        """Minibatches per PPO step: one optimizer step each for the actor and the critic."""
         return self.ppo_epochs * (self.samples_per_step // self.samples_per_update)

@@ -1,8 +1,8 @@
 """The roles of a run: a specification of each, which of them share a frozen base, and their construction.
 
-A role can share its base if that does not change: only adapters are trained, or it is a reward model. Roles
-whose base is the same folder or hub name then hold the same parameters, each with its own adapters and head.
-The reference needs no base: it is the actor with its initial adapters.
+A role can share its base if the base is frozen: only adapters are trained, or it is a reward model. Roles
+whose base is the same folder or hub name then share its parameters, each with its own adapters and head. The
+reference needs no base: it is the actor with its initial adapters.
 """
 
 from collections.abc import Sequence
@@ -57,14 +57,14 @@ class BaseKey(NamedTuple):
 class RoleSpec:
     """One model of a run, and how it is loaded and held."""
 
-    name: str  # actor, reference, critic, or the name of the reward whose model it is
-    flag: str  # that names the model
-    flags: Any  # a RoleFlags; of a frozen model without what only training needs
-    load_in_4bit: bool  # the base of adapters
+    name: str  # actor, reference, critic, or a reward's name
+    flag: str  # its flag, for messages
+    flags: Any  # a RoleFlags; for a frozen model without LoRA and gradient checkpointing
+    load_in_4bit: bool  # of a base under adapters
     is_trained: bool = False
     is_value_model: bool = False
-    keeps_base: bool = False  # its base stays as it is and can be shared
-    uses_actor: bool = False  # no weights of its own: the actor's, with adapters off or averaged
+    keeps_base: bool = False  # its base is frozen and can be shared
+    uses_actor: bool = False  # the actor's weights, with adapters disabled or averaged
 
     @property
     def path(self) -> str:
@@ -73,7 +73,7 @@ class RoleSpec:
 
     @property
     def label(self) -> str:
-        """The role as messages name it."""
+        """Name of the role in messages."""
         is_plain = self.is_trained or not self.is_value_model or self.name == "reward"
         return self.name if is_plain else f"reward {self.name}"
 
@@ -179,7 +179,7 @@ def fill_ranks(args: Any, problems: Problems) -> None:
 def describe_bases(args: Any, specs: Sequence[RoleSpec], problems: Problems) -> list[str]:
     """A line for each base that several roles share, and for each that is held twice.
 
-    Adds a problem if a role of the latter starts from an adapter, which asks for sharing, or if an adapter
+    Adds a problem if a role of the latter starts from an adapter, which is meant to share, or if an adapter
     does not name its base.
     """
     sharing: dict[str, dict[BaseKey, list[RoleSpec]]] = {}
@@ -229,7 +229,7 @@ class RoleLoader:
     def __init__(self, args: PPOArguments, num_tokens: int) -> None:
         self.args = args
         self.num_tokens = num_tokens
-        self.owners: dict[BaseKey, nn.Module] = {}  # the model that each base was loaded with
+        self.owners: dict[BaseKey, nn.Module] = {}  # model that each base was loaded with
 
     def load_engine(self, spec: RoleSpec, num_steps: int) -> Any:
         """DeepSpeed engine that trains the role's model, with schedules over `num_steps`."""
@@ -243,7 +243,7 @@ class RoleLoader:
         model = self._load_model(spec, ds_config).requires_grad_(False)
         layout = self.layout_of(model)
         is_sharded = spec.flags.zero_stage == 3
-        if is_sharded:  # DeepSpeed gathers and offloads as it reads
+        if is_sharded:  # DeepSpeed gathers and offloads its weights
             model, *_ = deepspeed.initialize(model=model, config=ds_config)
         elif not spec.is_offloaded:
             model.to(distributed.device())
@@ -275,8 +275,8 @@ def build_roles(
     has_critic: bool,
     template: Template | None = None,
 ) -> Roles:
-    """Load and build all roles. Learning-rate schedules last for `num_optimizer_steps`, the actor's for twice
-    as many if it has separate steps on text.
+    """Load and build all roles. Learning-rate schedules have `num_optimizer_steps` steps, the actor's twice
+    that if it has separate steps on text.
 
     Every rank must call this.
     """

@@ -31,8 +31,8 @@ from step3_ppo.environments import KIND, import_environment
 from step3_ppo.policy_losses import PolicyLossFunction, build_policy_loss
 from step3_ppo.rewards.reward_specs import RewardSpec, check_rewards
 
-VERIFIABLE = ("function", "http", KIND)  # kinds of rewards that check an answer
-MIN_REWARD_ACCURACY = 0.6  # held-out, below which a reward model is warned of
+VERIFIABLE = ("function", "http", KIND)  # kinds of rewards that can check an answer
+MIN_REWARD_ACCURACY = 0.6  # on held-out pairs; a lower one causes a warning
 
 
 @dataclass
@@ -183,7 +183,8 @@ def check_evaluation(
     known = ["eval/score", *(f"eval/score_{spec.name}" for spec in rewards if len(rewards) > 1)]
     known += ["eval/pass_rate"] if any(spec.kind in VERIFIABLE for spec in rewards) else []
     judges = [f"_{spec.name}" for spec in rewards if spec.kind == "judge"]
-    known += [f"eval/win_rate{name}{low}" for name in ("", *judges) for low in ("", "_low")]  # more is better
+    # Only metrics of which higher is better.
+    known += [f"eval/win_rate{name}{low}" for name in ("", *judges) for low in ("", "_low")]
     problems.add_if(
         args.keep_best and args.keep_best not in known,
         f"--keep_best {args.keep_best} is not a higher-is-better evaluation metric of this run; "
@@ -316,7 +317,7 @@ def check_models(
     prompt, answer = args.max_prompt_seq_len, args.max_answer_seq_len
     lengths = f"--max_prompt_seq_len {prompt} + --max_answer_seq_len {answer}"
     critic = args.critic_model_name_or_path if algorithm is None or algorithm.needs_critic else ""
-    # The critic scores too by default, and is looked at once.
+    # By default the critic's model is also the reward model, and is checked once.
     scorers = [spec.target for spec in rewards if spec.kind == "model"]
     flag = "--reward model:" if args.reward else "--critic_model_name_or_path"
     models = [
@@ -325,7 +326,7 @@ def check_models(
         ("teacher", "--teacher_model_name_or_path", args.teacher_model_name_or_path, None),
         *(("reward", flag, name, None) for name in scorers if name != critic),
     ]
-    actor = None  # its tokenizer
+    actor = None  # the actor's tokenizer
     for role, flag, name, flags in models:
         config = model_checks.check_model(flag, name, args, problems, takes_adapter=True)
         if config is None:
@@ -347,7 +348,7 @@ def check_models(
             continue
         with problems.catch():
             problems.add_if(
-                name in scorers and not has_saved_head(name),  # a critic may begin with a new head
+                name in scorers and not has_saved_head(name),  # a critic may start with a new head
                 f"{flag} {name} is not a reward model (it has no score head); give the export/ of step 2, or "
                 f"--reward classifier:{name} for a model of several labels",
             )
@@ -367,7 +368,7 @@ def check_models(
 
 
 def check_generation(args: PPOArguments, config: Any, problems: Problems) -> None:
-    """Add a problem if the actor's family does not generate correctly in the way that the flags ask for."""
+    """Add a problem if the actor's family does not generate correctly by the method of the flags."""
     probe = partial(why_not_generated, config, trusts_code=args.trust_remote_code)
     is_hybrid = args.enable_hybrid_engine
     reason = probe(by_transformers=not is_hybrid)
@@ -384,6 +385,6 @@ def check_cuts(args: PPOArguments, config: Any, problems: Problems) -> None:
     """Add a problem if the hybrid engine cannot cut an actor of this configuration."""
     tp_size = args.inference_tp_size
     if args.enable_hybrid_engine and tp_size > 1 and distributed.world_size() % tp_size == 0:
-        # Without a plan it generates with 1, and says so.
+        # Without a plan, generation uses tensor-parallel size 1 and prints a note.
         with problems.catch(), contextlib.suppress(NoPlan):
             build_cuts(model_checks.empty_model(config, args), tp_size)

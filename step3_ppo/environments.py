@@ -1,20 +1,20 @@
 """`--environment MODULE:CLASS`: multi-turn conversations with your own environment.
 
     class Doubler:
-        max_turns = 4  # DEFAULT_MAX_TURNS without it
+        max_turns = 4  # default: DEFAULT_MAX_TURNS
 
-        def reset(self, row: dict) -> list[dict]:  # the messages that the model answers first
+        def reset(self, row: dict) -> list[dict]:  # the first messages to the model
             return row["messages"]
 
         def step(self, messages: list[dict]) -> tuple[list[dict], float, bool]:
-            return [{"role": "user", "content": "Again."}], 1.0, False  # what it says, reward, is it over
+            return [{"role": "user", "content": "Again."}], 1.0, False  # reply, reward, is it over
 
-An object of the class has one conversation. `row` are the fields of the data set's row, `messages` among them
-the chat of its prompt; `step` gets all messages so far, the model's last reply at the end. The rewards of a
-conversation add up to its score. A response has the model's turns and what was said between them: the
-tokens that the model sampled stay as they are, only what the environment says is tokenised.
+Each conversation has its own object of the class. `row` has the fields of the data set's row, among them
+`messages`, the chat of its prompt; `step` gets all messages so far, the model's last reply at the end. The
+score of a conversation is the sum of its rewards. A response has the model's turns and the environment's
+messages between them: sampled token ids are kept, only the environment's messages are tokenised.
 
-# B prompts of a batch, N conversations of each: B' = B x N, those of one prompt are neighbours
+# B prompts of a batch, N conversations of each, which are adjacent: B' = B x N
 """
 
 import copy
@@ -36,17 +36,17 @@ from common.ranks.step_costs import COSTS
 from step3_ppo.rewards.text_rewards import describe_error, quoted, read_number
 
 DEFAULT_MAX_TURNS = 8
-KIND = "environment"  # of its reward, and the name under which its scores and its seconds are logged
-NUM_TURNS = "num_turns"  # a rollout batch's number: turns that the environment was shown
+KIND = "environment"  # kind of its reward, and log name of its scores and its seconds
+NUM_TURNS = "num_turns"  # key of a rollout batch: turns that the environment received
 
 SHOWN_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")  # besides role and content
 Chat = list[dict[str, str]]  # messages of a role and a content
 
 
 def import_environment(target: str) -> type:
-    """Return the class that `MODULE:CLASS` names; the working directory is searched last.
+    """The class that `MODULE:CLASS` names; the working directory is searched last.
 
-    Raises ValueError: it cannot be imported, or is no such class.
+    Raises ValueError if it cannot be imported, or is not a class with the required methods.
     """
     flag = f"--environment {target}"
     module_name, colon, name = target.partition(":")
@@ -75,31 +75,31 @@ def import_environment(target: str) -> type:
 
 
 class ConversationFailed(Exception):
-    """A conversation cannot go on; the message says what the environment did, and the cure."""
+    """A conversation cannot continue; the message says what the environment did, and the cure."""
 
 
 @dataclass
 class Conversation:
-    """How far a conversation has come."""
+    """State of a conversation."""
 
     environment: Any
     row_id: str
     messages: Chat
-    num_known: int = 0  # tokens of its response, up to the end of what was said last
+    num_known: int = 0  # tokens of its response up to the end of the environment's last reply
     num_turns: int = 0
-    score: float = 0.0  # NaN once it has failed
+    score: float = 0.0  # NaN after a failure
 
 
 class Environments:
-    """The conversations of a run; nothing of them lasts longer than the sampling of their batch.
+    """The conversations of a run; their state is kept only while their batch is sampled.
 
-    `first_failure` is the first since it was emptied.
+    `first_failure` is the first since it was cleared.
     """
 
     def __init__(
         self, target: str, template: Template, decode: Callable[[Any], str], max_prompt_tokens: int
     ) -> None:
-        """`decode` leaves special tokens out. Raises ValueError, see `import_environment`."""
+        """`decode` removes special tokens. Raises ValueError, see `import_environment`."""
         self.target = target
         self.kind = import_environment(target)
         self.template = template
@@ -109,9 +109,9 @@ class Environments:
         self.first_failure = ""
 
     def begin(self, prompts: PackedBatch, num_samples: int) -> tuple[PackedBatch, list[Conversation]]:
-        """Return the prompts as `reset` wants them, and the conversations (B',) that begin so.
+        """The prompts with the messages of `reset`, and the conversations (B',) that start with them.
 
-        A conversation that cannot begin has failed, and its row's own prompt is answered where no other of
+        A conversation that cannot start has failed; the row's own prompt is used if no other conversation of
         the group gives one.
         """
         conversations = []
@@ -144,7 +144,7 @@ class Environments:
     def answer(
         self, conversations: Sequence[Conversation], ended: list[tuple[int, list[int]]]
     ) -> list[list[int] | None]:
-        """Reply to the model's turn; see `common.generation.generate.TurnCallback`."""
+        """Reply to ended turns of the model; see `common.generation.generate.TurnCallback`."""
         started = time.monotonic()
         answers = [self._answer(conversations[number], token_ids) for number, token_ids in ended]
         COSTS.move(time.monotonic() - started, "generate", KIND)
@@ -189,7 +189,7 @@ class Environments:
         return said
 
     def _show(self, messages: Chat, tools: str | list) -> tuple[list[int], str]:
-        """Token ids of a prompt, as a row's are cut, and its whole text; `tools` are the row's."""
+        """Token ids of a prompt, truncated like a row's, and its whole text; `tools` are the row's."""
         tools = tools if isinstance(tools, str) else json.dumps(tools)
         prompt = shorter = tuple(map(Message.from_dict, messages))
         if self.template.keeps_headers:
@@ -202,11 +202,11 @@ class Environments:
         """Call a method of the environment. Raises ConversationFailed for any exception."""
         try:
             return method(*arguments)
-        except BaseException as error:  # pytest's `fail` is no Exception; Ctrl-C raises nothing here
+        except BaseException as error:  # pytest's `fail` is not an Exception; Ctrl-C is not raised here
             raise ConversationFailed(f"{name} raised {describe_error(error)}") from error
 
     def _checked_chat(self, method: str, messages: Any) -> Chat:
-        """Return a copy of the messages. Raises ConversationFailed for what are none."""
+        """A copy of the messages. Raises ConversationFailed if they are not valid."""
         roles = ROLES if self.template.keeps_headers else ROLES[:-1]
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             what = f"{method} gave {quoted(str(messages))} for messages"
@@ -216,7 +216,7 @@ class Environments:
             if not is_message or message.get("role") not in roles:
                 what = f"{method} gave the message {quoted(str(message))}"
                 raise ConversationFailed(f"{what}; it needs a content and a role of {', '.join(roles)}")
-        # Half of a surrogate pair is no text.
+        # Half of a surrogate pair cannot be encoded.
         content = [m["content"].encode(errors="replace").decode() for m in messages]
         kept = [{k: v for k, v in m.items() if k in ("role", *SHOWN_KEYS)} for m in messages]
         return [m | {"content": text} for m, text in zip(kept, content, strict=True)]
@@ -228,5 +228,5 @@ class Environments:
 
 
 def scores_of(conversations: Sequence[Conversation]) -> torch.Tensor:
-    """Return the sums (B',) fp32 of the rewards, NaN for a conversation that failed."""
+    """Sums (B',) fp32 of the rewards; NaN for a conversation that failed."""
     return torch.tensor([conversation.score for conversation in conversations], dtype=torch.float32)

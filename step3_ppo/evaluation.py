@@ -1,7 +1,7 @@
 """Held-out evaluation of the policy before, during and after training.
 
-The same prompts are answered each time, and each answer draws the random numbers of its prompt, so it changes
-by the weights alone.
+Every evaluation uses the same prompts and the same random numbers for each, so that a response changes only
+with the weights.
 
 # W prompts
 """
@@ -34,11 +34,11 @@ from step3_ppo.rewards.scorer import PREFIX
 from step3_ppo.rollout import Rollout
 from step3_ppo.rollout_batch import gather_numbers
 
-NUM_SHOWN = 4  # prompts whose answers are in samples.jsonl
-# The rollouts number their prompts from 0 on; these have numbers of their own, the same ones every time.
+NUM_SHOWN = 4  # prompts whose responses are in samples.jsonl
+# Rollout prompts are numbered from 0; evaluation prompts from here, the same in every evaluation.
 FIRST_NUMBER = 2**40
 
-Judged = dict[str, list]  # what became of the prompts at one time, see `judge`; with a judge "texts" too
+Judged = dict[str, list]  # results of one evaluation, see `judge`; with an LLM judge also "texts"
 
 
 def choose_prompts(
@@ -48,7 +48,7 @@ def choose_prompts(
 
     No prompt occurs twice, or in the training data. Every rank must call this.
 
-    Raises ValueError if a flag asks for an evaluation but nothing is held out.
+    Raises ValueError if a flag requests an evaluation but nothing is held out.
     """
     if not args.eval_prompts:
         return [], ""
@@ -72,7 +72,7 @@ def choose_prompts(
         if len(rows) == args.eval_prompts:
             break
     asked = [f"--keep_best {args.keep_best}"] if args.keep_best else []
-    if args.eval_interval and not args.eval_fraction:  # a small share of a few prompts may be none
+    if args.eval_interval and not args.eval_fraction:  # a small fraction of a few prompts may be none
         asked.append(f"--eval_interval {args.eval_interval}")
     if not rows and (asked or args.eval_data_path):
         raise ValueError(
@@ -85,7 +85,7 @@ def choose_prompts(
 
 def judge(batch: PackedBatch, scores: torch.Tensor) -> Judged:
     """{"scores", "answers"} of all ranks in the order of the sample ids: scores and digests of the responses'
-    tokens. JSON can hold it, and a comparison needs no more.
+    tokens. It is JSON-serialisable and sufficient for a comparison.
 
     scores (b,); NaN, None in the result, for a response without a score. Every rank must call this.
     """
@@ -132,7 +132,7 @@ def measure(batch: PackedBatch, checks: Sequence[str]) -> dict[str, float]:
     gathered = gather_responses(batch, **more)
     if checks:
         gathered["passed"] = torch.stack([gathered[PREFIX + name] > 0 for name in checks]).all(0)
-    # NaN: a reward whose failure is borne.
+    # NaN: a tolerated failure of a reward.
     means = {name: float(values.double().nanmean()) for name, values in gathered.items()}
     names = [name for name in means if name.startswith(PREFIX)]
     metrics = {"eval/score": means["scores"]} if "scores" in means else {}
@@ -162,21 +162,21 @@ class Evaluation:
         rows: Sequence[dict[str, Any]],
         steps_per_epoch: int,
     ) -> None:
-        """`rows` (W,) are of `build_data`, the same ones on every rank."""
+        """`rows` (W,) come from `build_data`, the same on every rank."""
         self.args = args
         self.rollout = rollout
         self.logger = logger
         self.rows = rows
         self.clock = IntervalClock(args.eval_interval, steps_per_epoch)
         self.step = -1  # of the last evaluation
-        self.metrics: dict[str, float] = {}  # its numbers
+        self.metrics: dict[str, float] = {}  # of the last evaluation
         self.before: Judged | None = None  # of the policy before training
         self.best: dict[str, Any] = {}  # metric, value, step of --keep_best
         token_ids = json.dumps([row["prompt_ids"] for row in rows])
         self.prompts = hashlib.sha256(token_ids.encode()).hexdigest()  # a resumed run must have the same
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """State for a resumed run."""
         return {
             "step": self.step,
             "metrics": self.metrics,
@@ -186,7 +186,7 @@ class Evaluation:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state. Raises ValueError if the held-out prompts differ."""
+        """Restore a saved state. Raises ValueError if the held-out prompts differ."""
         if state["prompts"] != self.prompts:
             raise ValueError("the held-out prompts have changed since it was saved; bring the old ones back")
         self.step = state["step"]
@@ -230,8 +230,8 @@ class Evaluation:
     def _compare_by_judges(self, batch: PackedBatch) -> dict[str, float]:
         """Each judge's `eval/win_rate_NAME` of the responses against those before training.
 
-        A win or a loss is one in both orders; everything else counts half. A pair on which a judge fails is
-        not counted if failures are tolerated. Every rank must call this. Raises StepRefused.
+        A win or a loss must hold in both orders; everything else counts half. A pair on which a judge fails
+        is not counted if failures are tolerated. Every rank must call this. Raises StepRefused.
         """
         scores = self.rollout.scores
         texts = [scores.decode(ids) for ids in batch.sequences("response_ids")]
@@ -257,9 +257,9 @@ class Evaluation:
         batches = evaluation_batches(self.rows, collate_prompts, rows_per_batch=size)
         prompts, is_real = zip(*batches, strict=True)
         answers, texts = self.rollout.sample(prompts, step, 1, FIRST_NUMBER)
-        num_kept = int(distributed.max_float(float(torch.cat(is_real).sum())))  # as many on each rank
+        num_kept = int(distributed.max_float(float(torch.cat(is_real).sum())))  # the same on each rank
         scored = self.rollout.score(answers.select(range(num_kept)), texts, is_trained_on=False)
-        end = FIRST_NUMBER + len(self.rows)  # from there on are the rows that fill up the last batches
+        end = FIRST_NUMBER + len(self.rows)  # later numbers are the padding rows of the last batches
         return scored.select([row for row, number in enumerate(scored.ids) if number < end])
 
     def _show(self, step: int, batch: PackedBatch) -> None:

@@ -1,22 +1,22 @@
-"""Functions of one's own before and after each phase of a PPO step, registered by a module of `--plugins`:
+"""Your own functions before and after each phase of a PPO step, registered by a module of `--plugins`:
 
     @register_hook("after_rollout")
     def halve_scores(trainer, batch):
         return batch.with_numbers("scores", batch.numbers("scores") / 2)
 
-A hook gets the trainer and the batch, and may return another batch; None keeps it. Every rank runs it, with
-its own rows. A step that a resumed run finds begun is not begun again: what came before the stop is in its
-batch.
+A hook gets the trainer and the batch, and may return another batch; None keeps it. Every rank runs it with
+its own rows. A resumed run does not repeat the phases of a step that were finished: their effects are in the
+saved batch.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-# Phase: what its hooks get, before it and after it.
-#   step        None; the rollout batch that was learned from
+# Phase: the second argument of its hooks, before it; after it.
+#   step        None; the rollout batch that was trained on
 #   rollout     None; the rollout batch (step3_ppo/rollout_batch.py)
-#   advantages  the rollout batch; the same with all that the losses read
-#   update      the micro-batches of a minibatch, a list; the same
+#   advantages  the rollout batch; the same with all inputs of the losses
+#   update      list of the micro-batches of a minibatch; the same
 PHASES = ("step", "rollout", "advantages", "update")
 Hook = Callable[[Any, Any], Any]
 HOOKS: dict[str, list[Hook]] = {f"{when}_{phase}": [] for phase in PHASES for when in ("before", "after")}

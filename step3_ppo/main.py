@@ -5,7 +5,7 @@ deepspeed --num_gpus 2 step3_ppo/main.py --actor_model_name_or_path SFT --critic
     --data_path PROMPTS --output_dir OUT
 python step3_ppo/main.py ...     (one process)
 
-OUT/export is the chat model, OUT/export_ema its average with --ema_decay, OUT/export_best what was best on
+OUT/export is the chat model, OUT/export_ema its average with --ema_decay, OUT/export_best the best model on
 held-out prompts with --keep_best.
 --help lists the usual flags, --help_all all of them.
 """
@@ -48,7 +48,7 @@ EXPORT_BEST = "export_best"
 
 
 def topology_lines(args: PPOArguments, roles: Roles) -> list[str]:
-    """Description of the rank topology, of runs on several ranks only."""
+    """Description of the rank topology; [] for a single rank."""
     num_ranks = distributed.world_size()
     critic = f", critic {args.critic_zero_stage}" if roles.critic else ""
     line = (
@@ -94,7 +94,7 @@ def train(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
     if start.args.output_dir and not start.earlier.checkpoints and distributed.is_main() and best.is_dir():
         remove_folder(best)  # of an earlier run
     while evaluation and run.step == 0 and evaluation.is_due(0, run.logger.num_steps):
-        judge_and_export(start, trainer, run)  # again where it was refused: the rest compares with it
+        judge_and_export(start, trainer, run)  # retry if it failed: later evaluations compare with it
         run.point(0)
     run_steps(run, train_step, lambda step: judge_and_export(start, trainer, run))
 
@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with startup.as_problem(problems), watchdog.phase("the loading of the models"):
         trainer = build_trainer(start, num_steps, prompts, held_out, pretraining)
         run = build_run(start, trainer, prompts, data)
-        run.begin()  # the first to write: all models are there
+        run.begin()  # first write to disk; all models have loaded
     if run.step == 0:
         topology = topology_lines(args, trainer.roles)
         for line in [*data.report.lines(), *([eval_note] if eval_note else []), *topology]:
@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     too_many = None
     try:
         train(start, trainer, run)
-    except TooManyBadSteps as error:  # by all ranks alike: what was learned before it can be kept
+    except TooManyBadSteps as error:  # raised on every rank, so the weights can still be exported
         too_many = error
     finally:
         trainer.rollout.scores.close()

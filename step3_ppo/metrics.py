@@ -1,6 +1,6 @@
 """Metrics of a rollout batch, by log name; and its responses as rows.
 
-Every rank holds its share of a step. What is logged is of all ranks, the same for any number of them.
+Every rank holds its share of a step. Metrics are over all ranks and do not depend on their number.
 
 # b responses of this rank, B of all, R tokens of the longest
 """
@@ -66,8 +66,8 @@ def summarise(batch: PackedBatch) -> dict[str, float]:
 def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
     """1 - Var(returns - values) / Var(returns) over the tokens (N) of all ranks: at most 1.
 
-    1 for a perfect critic, 0 for one that knows only the mean; 0 also if the returns do not vary. Every rank
-    must call this.
+    1 for a perfect critic, 0 for one that predicts only the mean; 0 also if the returns do not vary. Every
+    rank must call this.
     """
     numbers = torch.stack([returns.double(), returns.double() - values.double()])  # (2, N)
     count = distributed.sum_float(len(returns))
@@ -90,7 +90,7 @@ def summarise_scores(batch: PackedBatch, scores: Scorer) -> dict[str, float]:
     for key in several:
         one = gathered[key]
         name = key.removeprefix(PREFIX)
-        is_scored = ~(one.isnan() | gathered["scores"].isnan())  # failures that are borne, or masked
+        is_scored = ~(one.isnan() | gathered["scores"].isnan())  # without tolerated and masked failures
         if bool(is_scored.any()):
             metrics[f"objective/score_{name}"] = float(one[is_scored].mean())
             agreement = correlation(one[is_scored], gathered["scores"][is_scored])
@@ -130,10 +130,10 @@ def distinct_ngrams(sequences: Sequence[torch.Tensor], n: int) -> float:
     grams = torch.cat(windows) if windows else torch.zeros(0, n, dtype=torch.int64)
     codes = torch.zeros(len(grams), dtype=torch.int64)
     for column in grams.unbind(1):
-        codes = codes * 1_000_003 + column  # 64 bits: another n-gram has the same number as good as never
+        codes = codes * 1_000_003 + column  # 64-bit hash: collisions are negligible
     unique = codes.unique()
     num_ranks = distributed.world_size()
-    owners = unique % num_ranks  # each rank counts its share of them
+    owners = unique % num_ranks  # each rank counts its share
     parts = distributed.all_to_all([unique[owners == rank] for rank in range(num_ranks)])
     num_unique, num_grams = distributed.reduce_sum(
         torch.tensor([len(torch.cat(parts).unique()), len(grams)], dtype=torch.float64)

@@ -1,16 +1,16 @@
 """Policy losses: functions of the response tokens of a step. They do not use an engine.
 
-A loss is called as `loss(tokens, clip_range, **options) -> (losses (N) fp32, statistics)`: one loss a token,
-unreduced, and numbers or truth values (N) by name, whose means over the tokens that count are logged as
-policy/NAME. `clip_range` is (--clip_range, --clip_range_high), below and above 1. The caller multiplies the
-losses by the weights of --rollout_correction, adds the KL penalty and the entropy bonus where the flags ask
-for them, and takes the mean. A loss is registered by name, with the defaults that it brings:
+A loss is called as `loss(tokens, clip_range, **options) -> (losses (N) fp32, statistics)`: one unreduced loss
+per token, and numbers or bools (N) by name, whose means over the tokens that count are logged as policy/NAME.
+`clip_range` is (--clip_range, --clip_range_high), below and above 1. The caller multiplies the losses by the
+weights of --rollout_correction, adds the KL penalty and the entropy bonus if the flags set them, and takes
+the mean. A loss is registered by name, with its defaults:
 
     @register_policy_loss("mine", clip_range=0.2, clip_range_high=0.28)  # --policy_loss mine:sharpness=2
     def mine(tokens, clip_range, sharpness=1.0):
         ...
 
-# N response tokens of a micro-batch, response behind response
+# N response tokens of a micro-batch, responses end to end
 """
 
 import inspect
@@ -34,18 +34,18 @@ class LossTokens(NamedTuple):
     """Inputs of a policy loss: (N) each, fp32 and 0 outside the mask, so that padding never reaches a
     gradient.
 
-    Log-probabilities and entropies are all that is computed from the logits, which are never held whole
-    (`common/models/output_head.py`); a loss cannot use them.
+    Only log-probabilities and entropies are computed from the logits, which are never held whole
+    (`common/models/output_head.py`); a loss cannot use logits.
     """
 
-    new_logprobs: torch.Tensor  # of the policy that is trained, with a gradient
-    prox_logprobs: torch.Tensor  # of the policy that the ratio is taken to: old, or before the step's updates
+    new_logprobs: torch.Tensor  # of the trained policy, with a gradient
+    prox_logprobs: torch.Tensor  # denominator of the ratio: at rollout, or before the step's updates
     old_logprobs: torch.Tensor  # at rollout
-    entropies: torch.Tensor  # of the policy that is trained, with a gradient
+    entropies: torch.Tensor  # of the trained policy, with a gradient
     advantages: torch.Tensor
     mask: torch.Tensor  # bool, True counts
-    weights: torch.Tensor  # of --rollout_correction, which the caller multiplies by; 1 without
-    rows: torch.Tensor  # int64, the response that a token is of, from 0 on
+    weights: torch.Tensor  # of --rollout_correction, applied by the caller; 1 without
+    rows: torch.Tensor  # int64, index of the token's response, from 0
     num_rows: int
 
     def log_ratio(self) -> torch.Tensor:
@@ -59,7 +59,7 @@ class LossTokens(NamedTuple):
 
 
 LossFunction = Callable[..., Losses]
-PolicyLossFunction = Callable[[LossTokens], Losses]  # with its options and its range
+PolicyLossFunction = Callable[[LossTokens], Losses]  # with options and clip range bound
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class PolicyLoss:
     function: LossFunction
     clip_range: float = 0.2
     clip_range_high: float = 0.0  # 0: as clip_range
-    loss_aggregation: str = ""  # empty: as the algorithm does
+    loss_aggregation: str = ""  # empty: the algorithm's default
 
 
 POLICY_LOSSES: FunctionsByName[PolicyLoss] = FunctionsByName("policy_loss", PolicyLoss)
@@ -104,7 +104,7 @@ def find_policy_loss(text: str) -> tuple[PolicyLoss, dict[str, float]]:
 
 
 def build_policy_loss(args: PPOArguments) -> PolicyLossFunction:
-    """The loss that the flags name, tried on two tokens; `args` have their empty flags filled in.
+    """The loss that the flags name, tested on two tokens; the empty flags of `args` are filled in.
 
     Raises ValueError: see `find_policy_loss`; also if the function fails on two tokens, or does not return
     one loss per token.
@@ -121,7 +121,7 @@ def build_policy_loss(args: PPOArguments) -> PolicyLossFunction:
     try:
         losses, statistics = function(tokens)
         shapes = {name: tuple(x.shape) for name, x in ({"the loss": losses} | statistics).items()}
-    except Exception as error:  # a function of one's own raises what it likes
+    except Exception as error:  # a user's function may raise anything
         raise ValueError(
             f"--policy_loss {args.policy_loss}: it raised {type(error).__name__} on two tokens: {error}"
         ) from error
@@ -145,7 +145,7 @@ def clipped_surrogate(
     """max(-A ratio, -A clamp(ratio, 1 - low, 1 + high)) of each token, and where it is clipped; all (N).
 
     PPO, arXiv:1707.06347 eq. 7; two ranges: DAPO, arXiv:2503.14476. A ratio beyond a bound gets no gradient
-    where the advantage would move it further. `dual_clip` above 1 bounds the loss of a negative advantage by
+    if the advantage would move it further. `dual_clip` above 1 bounds the loss of a negative advantage by
     -A `dual_clip` (arXiv:1912.09729); 0: no bound.
     """
     low = 1 - clip_range[0]

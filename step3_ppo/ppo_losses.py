@@ -41,7 +41,7 @@ class PPOLosses:
         policy_loss: PolicyLossFunction,
         pretraining: GlobalBatches | None = None,
     ) -> None:
-        """`policy_loss` is of `build_policy_loss`; `pretraining` is text for the unsupervised loss."""
+        """`policy_loss` comes from `build_policy_loss`; `pretraining` is text for the unsupervised loss."""
         self.args = args
         self.roles = roles
         self.kl = kl
@@ -50,10 +50,10 @@ class PPOLosses:
         self.correction = find_correction(args)
 
     def update(self, micro_batches: list[PackedBatch], max_gap: float = math.inf) -> dict[str, float]:
-        """Make an optimizer step of the actor and, if there is one, the critic; return their metrics.
+        """Take an optimizer step of the actor and, if there is one, the critic; return their metrics.
 
-        Both steps are made, or neither: neither if sampler and trainer differ by more than `max_gap` nats per
-        token. `NUM_TOKENS` in the metrics is the number of tokens that the actor learned from. Returns {} if
+        Both steps are taken or neither: neither if sampler and trainer differ by more than `max_gap` nats per
+        token. The metric `NUM_TOKENS` is the number of tokens that the actor was trained on. Returns {} if
         there are none, or if --early_stop_action skips the update. Every rank must call this. Raises
         StepRefused.
         """
@@ -80,7 +80,7 @@ class PPOLosses:
         return means
 
     def update_by_text(self) -> dict[str, float]:
-        """Make an optimizer step of the actor on pretraining text alone (--unsup_step own); return its
+        """Take an optimizer step of the actor on pretraining text only (--unsup_step own); return its
         metrics.
 
         Every rank must call this. Raises StepRefused.
@@ -148,7 +148,7 @@ class PPOLosses:
     def _compute_scores(
         self, batch: PackedBatch, data: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, Sums]:
-        """Log-probabilities and entropies of the response tokens, and what a teacher adds to the sums."""
+        """Log-probabilities and entropies of the response tokens, and a teacher's terms of the sums."""
         actor = self.roles.actor
         args = self.args
         if not args.teacher_model_name_or_path:
@@ -161,14 +161,14 @@ class PPOLosses:
             logprobs, entropies = actor.compute_logprobs(batch, with_entropy=True)
             divergences = logprobs.detach() - ref_logprobs
             total = (divergences * weights).sum()
-            added = 0.0  # it is in the advantages
+            added = 0.0  # already in the advantages
         else:
             logprobs, entropies, total, divergences = actor.compute_divergence(
                 batch, self.roles.reference, beta, weights
             )
             added = args.distill_weight * total
             if "scores" not in data:
-                logprobs = logprobs.detach()  # no advantage: a backward pass of zeros less
+                logprobs = logprobs.detach()  # advantages are 0: saves a backward pass of zeros
         stats = {
             "distill/loss": args.distill_weight * total.detach(),
             "distill/divergence": (torch.where(mask, divergences, 0.0).sum(), mask.sum()),
@@ -200,7 +200,7 @@ class PPOLosses:
 
 
 def with_rows(batch: PackedBatch) -> PackedBatch:
-    """The batch with the index of its response, from 0, at each response token."""
+    """The batch with "rows", the index of the response, from 0, at each response token."""
     rows = torch.arange(len(batch)).repeat_interleave(batch.lengths["response_ids"])
     return batch.with_key("rows", rows, like="response_ids")
 
@@ -218,7 +218,7 @@ def loss_tokens(
         "advantages": data["advantages"],
         "weights": data.get("correction_weights", torch.ones_like(old_logprobs)),
     }
-    # A masked entry becomes 0 before anything is computed from it, so that its NaN reaches no gradient.
+    # Masked entries are zeroed first, so that a NaN among them cannot reach a gradient.
     columns = {name: torch.where(mask, x.float(), 0.0) for name, x in columns.items()}
     return LossTokens(**columns, mask=mask, rows=data["rows"], num_rows=num_rows)
 
@@ -229,5 +229,5 @@ def _named(kind: str, means: dict[str, float]) -> dict[str, float]:
 
 
 def sum_of(key: str) -> Callable[[PackedBatch], float]:
-    """Function that sums a key of a micro-batch: the number that its loss is divided by."""
+    """Function that sums a key of a micro-batch: the divisor of its loss."""
     return lambda batch: float(batch.data[key].sum())

@@ -69,7 +69,7 @@ class PPOTrainer:
         self.ref_average = self.roles.reference.average if args.ref_ema_decay else None
         if held_out:
             self.evaluation = Evaluation(args, rollout, logger, held_out, len(prompts))
-        # Rollout batches that wait to be used, the oldest first: --rollout_staleness of them between steps.
+        # Rollout batches to be trained on, oldest first: --rollout_staleness of them between steps.
         self.waiting: deque[PackedBatch] = deque()
         self.open_step: OpenStep | None = None
 
@@ -77,7 +77,7 @@ class PPOTrainer:
         """Run (or finish) PPO step `step`, counted from 1; log and return its metrics.
 
         The run counts skipped minibatches, and can stop between any two minibatches. Raises StepRefused if
-        nothing can be learned from the step's rollout.
+        the step's rollout cannot be trained on.
         """
         COSTS.begin_step()
         if self.open_step is None:
@@ -88,7 +88,7 @@ class PPOTrainer:
             self.open_step.batch = run_hooks("after_advantages", self, self.open_step.batch)
         for micro_batches in self.minibatches(self.open_step):  # ppo_epochs passes
             micro_batches = run_hooks("before_update", self, micro_batches)
-            # Only before the first update are sampler and trainer the same policy.
+            # Sampler and trainer are the same policy only before the first update.
             max_gap = math.inf if self.open_step.means else self.rollout.max_gap
             try:
                 if self.update(self.open_step, self.losses.update, micro_batches, max_gap):
@@ -140,7 +140,7 @@ class PPOTrainer:
             summary |= metrics.summarise_scores(batch, self.rollout.scores) | metrics.summarise_turns(batch)
             summary |= self.rollout.scores.take_costs("reward")
             if self.args.rollout_staleness:
-                # The steps that the policy has made since it sampled a token, on average.
+                # Mean number of PPO steps between the sampling of a token and this step.
                 summary["rollout/staleness"] = step - 1 - float(step_mean(batch.data["versions"]))
             share = summary.get("objective/failed_fraction")
             first = self.rollout.scores.first_failure
@@ -163,7 +163,7 @@ class PPOTrainer:
         normaliser = self.value_normaliser
         if normaliser is None:
             return batch
-        old_values = normaliser.normalise(batch.data["old_values"])  # of the critic before its update
+        old_values = normaliser.normalise(batch.data["old_values"])  # by the statistics before this update
         normaliser.update(batch.data["returns"], batch.data["loss_mask"])
         returns = normaliser.normalise(batch.data["returns"])
         batch = batch.with_key("old_values", old_values, like="response_ids")
@@ -196,7 +196,7 @@ class PPOTrainer:
         batch, weights = weigh_tokens(batch, prox, correction)
         numbers = summarise_weights(weights, distributed.reduce_sum, distributed.max_float)
         gaps = (batch.data["rollout_logprobs"] - batch.data["prox_logprobs"])[batch.data["loss_mask"]]
-        return batch, numbers | {"correction/kl": float(step_mean(gaps))}  # of the sampler to prox, a token
+        return batch, numbers | {"correction/kl": float(step_mean(gaps))}  # KL(sampler || prox) per token
 
     def minibatches(self, current: OpenStep) -> Iterator[list[PackedBatch]]:
         """Yield this rank's micro-batches of each remaining optimizer step of a PPO step."""
@@ -212,7 +212,7 @@ class PPOTrainer:
             yield micro_batches
 
     def update(self, current: OpenStep, make_step: Callable[..., dict[str, float]], *what: Any) -> bool:
-        """Make an optimizer step and record its metrics; return whether it was made.
+        """Take an optimizer step and record its metrics; return whether it was taken.
 
         StepRefused leaves everything unchanged.
         """
@@ -234,9 +234,9 @@ class PPOTrainer:
         step = current.step
         args = self.args
         numbers = current.averages()
-        if "policy/logprob_gap" in numbers:  # only the first update's is between sampler and trainer
+        if "policy/logprob_gap" in numbers:  # only the first update compares sampler and trainer
             numbers["policy/logprob_gap"] = current.means["policy/logprob_gap"][0]
-        numbers |= current.summary  # with the gap of the whole rollout, where it was recomputed
+        numbers |= current.summary  # with the gap of the whole rollout if that was recomputed
         if args.early_stop_kl or args.early_stop_imp_ratio:
             numbers["policy/num_updates"] = len(current.means.get("policy/approx_kl", ()))
         numbers["hybrid/received_gib"] = self.roles.actor.hybrid_engine.received_bytes / 2**30
@@ -246,7 +246,7 @@ class PPOTrainer:
             numbers["rollout/refilled_fraction"] = self.rollout.refilled_fraction
         numbers |= COSTS.end_step(distributed.world_size())
         self.logger.log(step, numbers)
-        gap = numbers.get("policy/logprob_gap")  # None: every minibatch was refused
+        gap = numbers.get("policy/logprob_gap")  # None: every minibatch was skipped
         advice = None if gap is None else self.rollout.judge_gap(gap)
         if advice:
             self.logger.note(f"step {step}: {advice}")
@@ -258,7 +258,7 @@ class PPOTrainer:
         return numbers
 
     def _write_responses(self, step: int, batch: PackedBatch) -> None:
-        """Log the first responses of the step, and write all of them if --save_rollouts asks for it."""
+        """Log the first responses of the step, and write all of them in the steps of --save_rollouts."""
         args = self.args
         ids = gather_numbers(batch)["ids"].tolist()
         decode = self.rollout.scores.decode

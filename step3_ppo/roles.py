@@ -1,5 +1,5 @@
-"""The roles: actor, reference or teacher, critic, reward; what each computes for a rollout batch (`score`,
-see `step3_ppo.rollout_batch`; the actor can also `generate`). `step3_ppo.build_roles` builds them.
+"""The roles: actor, reference or teacher, critic, reward. Each can `score` a rollout batch (see
+`step3_ppo.rollout_batch`), and the actor can also `generate`. `step3_ppo.build_roles` builds them.
 
 # b responses of a batch, total response tokens of all
 """
@@ -44,7 +44,7 @@ class Role:
     is_offloaded: bool = False
     shares_prompts: bool = False
 
-    name, clock = "", ""  # as the watchdog and the step's costs call its scoring
+    name, clock = "", ""  # of its scoring, for the watchdog and the step's costs
 
     def __post_init__(self) -> None:
         is_away = self.is_offloaded and distributed.has_gpu()
@@ -114,9 +114,9 @@ class Teacher(Reference):
         """Context that yields the teacher's output head over its hidden states of the response tokens. Every
         rank must call this.
 
-        The hidden states are computed when a micro-batch is learned from. Keeping them since the rollout
-        would store and send a vector per token of the whole step; one more pass of the teacher needs no
-        memory. Of an offloaded teacher only the output head stays on the device inside the context.
+        The hidden states are computed when a micro-batch is trained on. Keeping them from the rollout would
+        store and send a vector per token of the whole step; one more pass of the teacher needs no memory. Of
+        an offloaded teacher only the output head stays on the device inside the context.
         """
         with self.scoring():
             hidden = self.score_tokens(batch, hidden_states)
@@ -273,5 +273,5 @@ def build_response_inputs(
 
 
 def has_text_steps(args: PPOArguments) -> bool:
-    """Whether the actor makes a separate optimizer step on pretraining text after each update."""
+    """Whether the actor takes a separate optimizer step on pretraining text after each update."""
     return bool(args.unsupervised_dataset_name) and args.unsup_step == "own"

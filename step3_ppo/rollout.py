@@ -28,13 +28,13 @@ SCORED = (
     *("rollout_logprobs", "old_logprobs", "ref_logprobs", "scores"),
     *("greedy_scores", "old_values", "next_values"),
 )
-MAX_LOGPROB_GAP = 1e-3  # mean difference a token, in nats, up to which the sampler is trusted
+MAX_LOGPROB_GAP = 1e-3  # nats per token; up to this mean difference the sampler is trusted
 
 
 class Rollout:
     """Collects rollout batches; `scores` are the rewards of the run.
 
-    The log-probabilities at rollout, which the ratio is taken to, come from the sampler or, while
+    The log-probabilities at rollout, the denominator of the ratio, come from the sampler or, while
     `recomputes`, from an additional forward pass.
     """
 
@@ -58,7 +58,7 @@ class Rollout:
         self.refilled_fraction = 0.0  # of the last batch's groups
         self.source = "recompute" if args.replay_sampling_support else args.old_logprobs
         self.recomputes = self.source in ("auto", "recompute")
-        self.max_gap = MAX_LOGPROB_GAP if self.source == "strict" else math.inf  # else an update is refused
+        self.max_gap = MAX_LOGPROB_GAP if self.source == "strict" else math.inf  # else skip the update
 
     def state_dict(self) -> dict[str, Any]:
         """State for a resumed run."""
@@ -75,7 +75,7 @@ class Rollout:
 
         Under --old_logprobs auto, log-probabilities are recomputed until the gap is within MAX_LOGPROB_GAP
         for a step; then the sampler is trusted until a step exceeds it. Stale rollouts are always recomputed:
-        the policy changes before it is updated by them, so the first minibatch does not show the gap.
+        the policy changes before it is trained on them, so the first minibatch does not show the gap.
         """
         was_recomputed = self.recomputes
         is_small = gap <= MAX_LOGPROB_GAP
@@ -87,10 +87,10 @@ class Rollout:
         return f"sampler and trainer differ by {gap:.2g} nats a token, more than {MAX_LOGPROB_GAP}{cure}"
 
     def collect(self, prompts: GlobalBatches, version: int) -> PackedBatch:
-        """This rank's rollout batch of a step; `version` is the number of steps that the policy has made.
+        """This rank's rollout batch of a step; `version` is the number of steps that the policy has taken.
 
-        Groups whose responses all have one score are replaced by groups of further prompts, if these have
-        different scores. Every rank must call this.
+        Groups whose responses all have the same score are replaced by groups of further prompts, if these
+        have different scores. Every rank must call this.
         """
         batch = self._collect_once(prompts, version)
         num_refilled = 0
@@ -112,7 +112,7 @@ class Rollout:
         return constant_groups(scores, group_ids, self.scores.counts(batch))
 
     def _collect_once(self, prompts: GlobalBatches, version: int) -> PackedBatch:
-        # Prompts are numbered through the run, the same for any number of ranks.
+        # Prompts are numbered across the whole run, the same for any number of ranks.
         first = prompts.num_drawn * prompts.order.global_rows
         with watchdog.phase("the reading of prompts", clock="data"):
             prompt_batches = list(next(prompts))
@@ -151,7 +151,7 @@ class Rollout:
         parts, texts = [], {}
         if self.environments:
             self.environments.first_failure = ""
-        with self.roles.actor.generation_mode():  # once for all batches: weights may have to be moved for it
+        with self.roles.actor.generation_mode():  # once for all batches, since it may move weights
             for index, prompts in enumerate(prompt_batches):
                 position = index * distributed.world_size() + distributed.rank()
                 numbers = first + position * len(prompts) + torch.arange(len(prompts))

@@ -1,32 +1,32 @@
 """The responses of a PPO step in one container, from sampling to the loss; and the exchange of rows between
 ranks.
 
-A rollout batch is a PackedBatch with one item a response; its ids are the sample ids, the response's position
-in the run's sequence of responses, whatever the number of ranks. A rank holds the responses that it has
-sampled, groups whole, as many as any other rank, and tells the others only numbers of them. Rows travel to
-the rank that trains on them, a minibatch at a time.
+A rollout batch is a PackedBatch with one item per response; its ids are the sample ids: positions in the
+run's sequence of responses, the same for any number of ranks. A rank holds the responses that it has sampled,
+in whole groups, the same number on every rank; other ranks receive only numbers such as their lengths and
+scores. Rows are sent to the rank that trains on them, one minibatch at a time.
 
-    prompt_ids        a prompt    int64
-    response_ids      a response  int64, stop token included
-    versions          a token     int64, PPO steps that the policy had made when it sampled the token
-    rollout_logprobs  a token     fp32, the sampler's own
-    old_logprobs      a token     fp32, of the policy that sampled: what the ratio is taken to
-    ref_logprobs      a token     fp32, of the frozen reference, or the teacher
-    prox_logprobs     a token     fp32, of the policy before the step's updates, with --rollout_correction;
-                                  the ratio is taken to it then
-    correction_weights  a token   fp32, what losses are multiplied by, with --rollout_correction
-    prox_share        a token     fp32, with --prox_logprobs loglinear, which makes these two in the updates
-    old_values        a token     fp32, of the state before the token; with a critic
-    next_values       a number    fp32, of the state after the last token; with a critic
-    sampled_mask      a token     bool, True for what the model sampled; with an environment (--environment)
-    loss_mask         a token     bool, True counts in losses; what was sampled until something leaves it out
-    group_ids         a number    int64, one for all responses to a prompt
-    is_finished       a number    bool, False where the length limit cut the response
-    num_turns         a number    int64, turns that the environment was shown; with an environment
-    greedy_scores, greedy_is_finished, greedy_lengths  a number, of the greedy answer (remax)
-    scores            a number    fp32, the weighted sum of the rewards, if any; score/NAME has each of them
-    divergences       a token     fp32, from the teacher; of held-out prompts
-    rewards, advantages, returns  a token  fp32, filled in by the algorithm
+    prompt_ids        per prompt    int64
+    response_ids      per response  int64, stop token included
+    versions          per token     int64, PPO steps that the policy had taken when it sampled the token
+    rollout_logprobs  per token     fp32, of the sampler
+    old_logprobs      per token     fp32, of the policy that sampled; denominator of the ratio
+    ref_logprobs      per token     fp32, of the frozen reference, or the teacher
+    prox_logprobs     per token     fp32, of the policy before the step's updates, with --rollout_correction;
+                                    denominator of the ratio then
+    correction_weights  per token   fp32, factors of the losses, with --rollout_correction
+    prox_share        per token     fp32, with --prox_logprobs loglinear: the updates make these two from it
+    old_values        per token     fp32, of the state before the token; with a critic
+    next_values       per response  fp32, of the state after the last token; with a critic
+    sampled_mask      per token     bool, True for sampled tokens; with an environment (--environment)
+    loss_mask         per token     bool, True counts in losses: sampled tokens that are not masked out
+    group_ids         per response  int64, one for all responses to a prompt
+    is_finished       per response  bool, False if the length limit truncated the response
+    num_turns         per response  int64, turns that the environment received; with an environment
+    greedy_scores, greedy_is_finished, greedy_lengths  per response, of the greedy response (remax)
+    scores            per response  fp32, weighted sum of the rewards, if any; score/NAME: each of them
+    divergences       per token     fp32, from the teacher; held-out prompts only
+    rewards, advantages, returns  per token  fp32, filled in by the algorithm
 
 # b responses of this rank, B of all, R tokens of the longest of this rank
 """
@@ -144,7 +144,7 @@ def from_tensors(tensors: Mapping[str, torch.Tensor], keys: Iterable[str]) -> Pa
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What ranks tell each other
+# Communication between ranks
 # ---------------------------------------------------------------------------------------------------------
 
 
@@ -170,7 +170,7 @@ def gather_ids(batch: PackedBatch, is_chosen: torch.Tensor) -> list[int]:
 
 
 def exchange_rows(batch: PackedBatch, wanted: Sequence[Sequence[int]]) -> PackedBatch:
-    """The rows that this rank wants, in its order: wanted[rank] are sample ids, each held by one rank.
+    """The rows wanted[this rank], in that order; wanted[rank] are sample ids, each held by one rank.
 
     Only these rows are sent, as one tensor of bytes. Every rank must call this with the same `wanted`.
     """
@@ -220,8 +220,8 @@ def row_sizes(batch: PackedBatch) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class TokenCap:
-    """Token budget of a forward pass. `is_packed`: sequences are packed; `shares_prompts`: with the prompt of
-    several responses once.
+    """Token budget of a forward pass. `is_packed`: sequences are packed; `shares_prompts`: a prompt of
+    several responses counts once.
     """
 
     max_tokens: int
@@ -247,7 +247,7 @@ class TokenCap:
         sizes = row_sizes(batch)
         (plan,) = self.plan(sizes)
         most = int(distributed.max_float(len(plan)))
-        if len(plan) < most:  # cut as for so many ranks, of one micro-batch each
+        if len(plan) < most:  # as a plan for `most` ranks with one micro-batch each
             plan = [rows for (rows,) in self.plan(sizes, most)]
         return [batch.select(rows) for rows in plan]
 
@@ -274,11 +274,11 @@ def plan_minibatches(
 
     `sizes` are the `row_sizes` of all rows; responses to one prompt stay adjacent. The responses of an
     optimizer step do not depend on the number of ranks, on accumulation or on the cut into micro-batches. The
-    cut is by tokens under the cap if the flags ask for it, else by --per_device_training_batch_size.
+    cut is by tokens under the cap if the flags say so, else by --per_device_training_batch_size.
     """
     num_ranks = distributed.world_size()
     size = args.samples_per_update * num_ranks
-    _, group = sizes["group"].unique(return_inverse=True)  # (B,) from 0 on
+    _, group = sizes["group"].unique(return_inverse=True)  # (B,) int64, from 0
     for epoch in range(args.ppo_epochs):
         generator = torch.Generator().manual_seed((args.seed * 1_000_003 + step) * 101 + epoch)
         places = torch.randperm(int(group.max()) + 1, generator=generator).argsort()

@@ -1,8 +1,8 @@
 """Importance-sampling correction for a sampler that differs from the policy before the updates.
 
-The sampler is another policy when its rollouts are stale, and,
-by rounding, when it computes otherwise than the trainer. The ratio of the loss is then taken to the trainer's
-policy before the updates (prox), and the loss weighed by prox / sampler: decoupled PPO, arXiv:2505.24298.
+The sampler is a different policy if its rollouts are stale and, by rounding, if its computation differs from
+the trainer's. The denominator of the loss's ratio is then the trainer's policy before the updates (prox), and
+the loss is weighted by prox / sampler: decoupled PPO, arXiv:2505.24298.
 
 # B sequences, R response; mask (B, R) bool, tokens that count
 """
@@ -61,7 +61,7 @@ def find_correction(args: PPOArguments) -> Correction | None:
 class Weights(NamedTuple):
     """Importance weights, fp32: of each token (B, R) or each response (B,)."""
 
-    weights: torch.Tensor  # what the losses are multiplied by; 0 where nothing counts
+    weights: torch.Tensor  # factors of the losses; 0 if nothing counts
     raw: torch.Tensor  # before the bounds
     is_outside: torch.Tensor  # bool, truncated or masked
     is_counted: torch.Tensor  # bool, has a token that counts

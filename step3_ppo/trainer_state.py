@@ -1,4 +1,4 @@
-"""State that lasts from step to step besides the engines: running averages, a step in progress; and its
+"""State that is kept between steps, besides the engines: running averages, a step in progress; and its
 checkpoints, with waiting rollout batches.
 
 # N tokens of any layout, flat or (B, R); mask (N) bool, tokens that count
@@ -20,10 +20,10 @@ from common.ranks.zero3 import local_shard, swapped_shards
 from common.runs.saved_state import Segment, Stateful, TensorReader, TensorSlice
 from step3_ppo.rollout_batch import from_tensors, to_tensors
 
-NUM_TOKENS = "policy/num_tokens"  # of how many tokens the actor learned in an update
-# What is logged as a mean over the updates of a step; all else is one over the tokens of all of them.
+NUM_TOKENS = "policy/num_tokens"  # tokens of an update that the actor was trained on
+# Endings of the metrics that are means over the updates of a step; all others are means over their tokens.
 OF_UPDATES = ("/loss", "unsup_loss", "router_loss", "grad_norm", "learning_rate")
-MIN_VARIANCE = 1e-5  # of returns: equal ones are not divided by 0
+MIN_VARIANCE = 1e-5  # of returns: avoids a division by 0 for equal ones
 
 
 class ValueNormaliser:
@@ -41,7 +41,7 @@ class ValueNormaliser:
         self.variance = 0.0
 
     def update(self, returns: torch.Tensor, mask: torch.Tensor) -> None:
-        """Add the returns (N) of all ranks that count, in real units; without any, nothing changes.
+        """Add the counted returns (N) of all ranks, in real units; without any, nothing changes.
 
         Every rank must call this.
         """
@@ -55,7 +55,7 @@ class ValueNormaliser:
         new_weight = 1.0 - self.beta if self.kind == "exp" else count
         self.weight = kept_weight + new_weight
         share = new_weight / self.weight
-        # The same as means of x and x^2, whose difference would lose its digits, or its sign, far from 0.
+        # Equal to using means of x and x^2, whose difference loses precision, or its sign, far from 0.
         distance = mean - self.mean
         self.variance += share * (variance - self.variance) + share * (1 - share) * distance**2
         self.mean += share * distance
@@ -121,11 +121,11 @@ class OpenStep:
     """A PPO step in progress: its state from one minibatch to the next."""
 
     step: int
-    batch: PackedBatch  # with all that the losses read
-    summary: dict[str, float]  # what the step's numbers were before its updates
-    means: dict[str, list[float]] = field(default_factory=dict)  # one a minibatch that was learned from
-    num_minibatches: int = 0  # that are done, refused ones too
-    is_done: bool = False  # an early stop
+    batch: PackedBatch  # with all inputs of the losses
+    summary: dict[str, float]  # metrics from before the updates
+    means: dict[str, list[float]] = field(default_factory=dict)  # one value per update
+    num_minibatches: int = 0  # finished, skipped ones included
+    is_done: bool = False  # stopped early
 
     def state_dict(self) -> dict[str, Any]:
         """All fields except `batch`, whose rows are saved as tensors."""
@@ -156,7 +156,7 @@ class TrainerState(Stateful):
         """Parts of the trainer in this run that have a state_dict, by their checkpoint names."""
         trainer = self.trainer
         parts = {
-            "evaluation": trainer.evaluation,  # first: its prompts may be those of another run
+            "evaluation": trainer.evaluation,  # first: raises if its prompts are those of another run
             "rollout": trainer.rollout,
             "kl": trainer.kl_controller,
             "value_norm": trainer.value_normaliser,

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Table of the launch scripts, and the settings of `run.sh` for every other model.
 
-python training_scripts/launch_table.py STEP MODEL MACHINE      prints the flags of run.sh, one word a line
+python training_scripts/launch_table.py STEP MODEL MACHINE      prints the flags of run.sh, one word per line
 """
 
 import os
@@ -27,15 +27,15 @@ FOUR_SETS = [
 ]
 
 LINES = [line.split() for line in TABLE.read_text().splitlines() if not line.startswith("#")]
-# The settings of a model on a kind of machine, by the table's columns: all texts, "-" where there is none.
+# Settings of a model on a kind of machine, by the table's columns: all strings, "-" for none.
 Row = namedtuple("Row", LINES[0])
 ROWS = [Row(*line) for line in LINES[1:]]
 
 
 def find_row(model: str, machine: str) -> Row:
-    """Return the settings of a model; without any of its own, those of its kind of machine.
+    """The settings of a model; the defaults of the kind of machine for a model that is not in the table.
 
-    Raises ValueError when there is no such kind of machine.
+    Raises ValueError if there is no such kind of machine.
     """
     rows = [row for row in ROWS if row.machine == machine]
     if not rows:
@@ -44,9 +44,9 @@ def find_row(model: str, machine: str) -> Row:
 
 
 def step_flags(step: str, row: Row) -> list[str]:
-    """Return the flags of a step (sft, reward, dpo, ppo), without models and output folder.
+    """The flags of a step (sft, reward, dpo, ppo), without models and output folder.
 
-    Raises ValueError when there is no such step.
+    Raises ValueError if there is no such step.
     """
     if step not in FOLDER_OF_STEP:
         raise ValueError(f"STEP {step} must be one of {', '.join(FOLDER_OF_STEP)}")
@@ -73,7 +73,7 @@ def step_flags(step: str, row: Row) -> list[str]:
 
 def _ppo_flags(row: Row) -> list[str]:
     batch = min(int(row.batch), int(row.generation_batch))
-    # A PPO step has the samples of an optimizer step at least.
+    # A PPO step has at least the samples of one optimizer step.
     generation_batches = max(batch * int(row.accumulation) // int(row.generation_batch), 1)
     words = ["--per_device_generation_batch_size", row.generation_batch]
     words += ["--generation_batches", str(generation_batches)]
@@ -87,7 +87,7 @@ def _ppo_flags(row: Row) -> list[str]:
 
 
 def run_flags(step: str, model: str, machine: str, models: Mapping[str, str]) -> list[str]:
-    """Return all flags of run.sh for a step, models among them: by the names of its variables."""
+    """All flags of run.sh for a step; `models` by the names of run.sh's variables."""
     roles = ("actor_", "critic_") if step == "ppo" else ("",)
     words = [w for r in roles for w in (f"--{r}model_name_or_path", models[f"{r}model".upper()])]
     return words + step_flags(step, find_row(model, machine))
@@ -97,7 +97,7 @@ def run_flags(step: str, model: str, machine: str, models: Mapping[str, str]) ->
 
 
 def find_script(step: int, deployment: str, model: str) -> Path | None:
-    """Return the script of a step (1, 2, 3) for a model by its hub name, None where there is none.
+    """The script of a step (1, 2, 3) for a model by its hub name; None if there is none.
 
     Scripts that train all weights come before those with LoRA.
     """
@@ -109,8 +109,8 @@ def find_script(step: int, deployment: str, model: str) -> Path | None:
 
 
 def script_flags(script: Path, variables: Mapping[str, str]) -> list[str]:
-    """Return the flags that a script gives to its program; its variables are these, the environment's, or its
-    own.
+    """The flags that a script passes to its program. Its variables are taken from `variables`, else from the
+    environment, else from the script's defaults.
     """
     text = script.read_text()
     values = dict(re.findall(r"^(\w+)=\${\1:-(.*)}$", text, re.MULTILINE)) | os.environ | variables

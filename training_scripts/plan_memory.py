@@ -21,7 +21,7 @@ from training_scripts import launch_table as table
 
 
 def planned_gib(step: str, row: table.Row) -> float:
-    """Return the GiB on each GPU at the peak of a step (sft, reward, dpo, ppo) by the table's settings."""
+    """Peak GiB per GPU of a step (sft, reward, dpo, ppo) with the table's settings."""
     nodes, gpus, gib = row.gpus.removesuffix("GB").split("x")
     words = ["--gpu", "a100-80g", "--num_nodes", nodes, "--num_gpus", gpus, "--gpu_memory_gib", gib]
     words += ["--stage", str(table.STEPS.index(table.FOLDER_OF_STEP[step]) + 1)]
@@ -33,7 +33,7 @@ def planned_gib(step: str, row: table.Row) -> float:
 
 
 def with_figures(text: str) -> str:
-    """Return the table with the figures that are planned now."""
+    """The table with newly planned figures."""
     for row in (row for row in table.ROWS if row.model != "*"):
         figures = {f"{step}_gib": str(planned_gib(step, row)) for step in table.FOLDER_OF_STEP}
         [line] = [line for line in text.splitlines() if line.split()[:2] == [row.model, row.machine]]

@@ -1,4 +1,4 @@
-"""Bytes that ranks of gloo receive in a step, counted, compared with tools/traffic_plan.py."""
+"""Counted bytes that gloo ranks receive in a step, compared with tools/traffic_plan.py."""
 
 import contextlib
 import json
@@ -31,9 +31,9 @@ from tools.traffic_plan import plan_traffic
 SIZES = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
 NUM_PROMPTS = 4  # per rank
 MAX_PROMPT = 16
-MAX_RESPONSE = 8  # responses of random weights do not end before
-# As in a model that is larger than these bounds of ZeRO 3: all weights are sharded, none waits for its next
-# use, and none is fetched so early that its last use is not over.
+MAX_RESPONSE = 8  # random weights do not end a response earlier
+# As for a model larger than these bounds of ZeRO 3: all weights are sharded, none is kept for its next use,
+# and none is prefetched before its previous use is over.
 BOUNDS = ("param_persistence_threshold", "max_reuse_distance", "prefetch_bucket_size")
 LIKE_LARGE = {"zero_optimization": {f"stage3_{bound}": 0 for bound in BOUNDS}}
 PPO = {
@@ -50,7 +50,7 @@ def ppo_flags(stage: int, **more: Any) -> dict[str, Any]:
     return PPO | {"actor_zero_stage": stage, "critic_zero_stage": stage} | more
 
 
-# By name: the step, and its flags.
+# Case: the step, and its flags.
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "SFT, ZeRO 2": (1, {"zero_stage": 2, "gradient_accumulation_steps": 2}),
     "SFT, ZeRO 3": (1, {"zero_stage": 3, "gradient_accumulation_steps": 2}),
@@ -66,8 +66,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "PPO, ZeRO 3, layer by layer": (3, ppo_flags(3, unpin_actor_parameters=True)),
 }
-TCP_INFO_BYTES, RECEIVED_AT = 256, 128  # where tcpi_bytes_received stands in linux/tcp.h
-# The clock that runs, and the plan's phase.
+TCP_INFO_BYTES, RECEIVED_AT = 256, 128  # offset of tcpi_bytes_received in linux/tcp.h
+# Running clock: the plan's phase.
 PHASES = {
     "switch": "switch",
     "generate": "generate",
@@ -81,19 +81,19 @@ PHASES = {
 
 
 class TrafficMeter(TorchDispatchMode):
-    """Context that sums, by the plan's phases, the bytes that collectives bring to this rank.
+    """Context that sums the bytes that this rank receives by collectives, by the plan's phases.
 
-    `received` are those of weights, gradients and hidden states: fp32, and more numbers than a norm.
-    `control` is the rest: token ids, scores and texts that ranks exchange, and sums of metrics.
+    `received`: bytes of weights, gradients and hidden states, which are fp32 and more than one number.
+    `control`: the rest, such as token ids, scores and texts that ranks exchange, and sums of metrics.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.received: Counter[str] = Counter()
         self.control: Counter[str] = Counter()
-        self.expected_on_wire = 0.0  # of gloo, whose reduce-scatter is an all-reduce: twice the bytes
-        self.on_wire = 0  # what the kernel says that the sockets of this process took in
-        self._stepping = ""  # the role whose optimizer makes its step
+        self.expected_on_wire = 0.0  # gloo's reduce-scatter is an all-reduce: twice the bytes
+        self.on_wire = 0  # bytes received by this process's sockets, from the kernel
+        self._stepping = ""  # phase of the role whose optimizer step runs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and count its bytes."""
@@ -107,7 +107,7 @@ class TrafficMeter(TorchDispatchMode):
 
     def _phase(self) -> str:
         clock = COSTS._running
-        if clock == "optimizer":  # in step 3 one for both roles
+        if clock == "optimizer":  # in step 3, the same clock for both roles
             return self._stepping
         return "train" if clock == "forward_backward" else PHASES.get(clock, "control")
 
@@ -134,7 +134,7 @@ def wire_bytes() -> int:
     total = 0
     seen = set()
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile, or no socket of TCP
+        with contextlib.suppress(OSError):  # closed in the meantime, or not a TCP socket
             number = os.stat(f"/proc/self/fd/{name}")
             if stat.S_ISSOCK(number.st_mode) and number.st_ino not in seen:
                 with socket.socket(fileno=os.dup(int(name))) as copy:
@@ -157,7 +157,7 @@ def count_case(case: str, folder: str) -> dict[str, Any]:
         paths = {"actor": f"{folder}/policy", "critic": f"{folder}/reward"}
         flags |= {f"{role}_model_name_or_path": path for role, path in paths.items()}
         make_step = our_step(rows, paths["critic"], num_prompts=NUM_PROMPTS, dtype="fp32", **flags)
-    make_step()  # DeepSpeed notes in the first in which order layers come
+    make_step()  # DeepSpeed records the order of the layers in the first step
     with TrafficMeter() as meter:
         make_step()
     gathered = distributed.gather_objects(

@@ -1,6 +1,6 @@
-"""Typical mistakes of PPO programs, planted into ours by `--plugins benchmarks.evidence.faults`.
+"""Typical bugs of PPO programs, injected into ours by `--plugins benchmarks.evidence.faults`.
 
-The environment variable FAULT names one; nothing else of the run changes.
+The environment variable FAULT names one; nothing else in the run changes.
 """
 
 import os
@@ -18,7 +18,7 @@ DROPOUT = 0.1
 
 
 def length_searched_for_pad() -> None:
-    """The stop token is taken for padding, as if EOS is PAD and a response ends at the first PAD.
+    """The stop token is mistaken for padding, as if EOS is PAD and a response ends at the first PAD.
 
     It is in no loss, and the score is at the token before it.
     """
@@ -27,7 +27,7 @@ def length_searched_for_pad() -> None:
     def collect(state: Any, options: Any) -> generate.Generation:
         sampled = plain(state, options)
         mask = sampled.response_mask & (sampled.response_ids != options.stop_token_id)
-        mask[:, 0] = True  # a response without a token cannot be held
+        mask[:, 0] = True  # a response needs at least one token
         kept = {"logprobs": sampled.logprobs, "truncated_logprobs": sampled.truncated_logprobs}
         kept = {name: torch.where(mask, numbers, 0.0) for name, numbers in kept.items()}
         return sampled._replace(response_mask=mask, sampled_mask=mask & sampled.sampled_mask, **kept)
@@ -81,7 +81,7 @@ def mean_of_each_micro_batch() -> None:
 
 
 def dropout_in_updates() -> None:
-    """The updates' passes have dropout; those of the rollout have none."""
+    """The passes of the updates have dropout; those of the rollout do not."""
     plain = loading.set_dropout
     loading.set_dropout = lambda owner, dropout: plain(owner, DROPOUT)
 

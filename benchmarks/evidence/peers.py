@@ -1,15 +1,15 @@
-"""The same work, ours and TRL's: losses where all is the same, scores where each samples for itself.
+"""The same work, ours and TRL's: losses if all inputs are the same, scores if each side samples for itself.
 
-Llamas of 4 layers, hidden 128, fp32, on the demo's composed conversations, a word a token.
-  sft, reward,  TRL 1.16; the same model, token ids, order of rows, AdamW with weight decay, constant rate,
-  dpo, kto      clipping; 16 rows an optimizer step. Our rows stand end to end, in passes of 2,048 tokens,
-                TRL's are padded, 16 in one. All but SFT start from our SFT model of the same seed
+Llamas of 4 layers, hidden 128, fp32, on the demo's composed conversations, one token per word.
+  sft, reward,  TRL 1.16; the same model, token ids, order of rows, AdamW with weight decay, constant learning
+  dpo, kto      rate, clipping; 16 rows per optimizer step. Our rows are packed, in passes of 2,048 tokens,
+                TRL's are padded, 16 in one pass. All but SFT start from our SFT model of the same seed
   grpo          TRL 1.16; the same models, prompts, sizes and coefficients. Both score token ids, EOS
                 included. TRL's KL term is not multiplied by the ratio: its gradient would be that of k2
-  ppo           TRL 1.12, the same; neither clips gradients: TRL's does not
-Both are done twice on the same prompts, step by step: each side samples for itself, and ours learns from
-TRL's rollouts.
-The peers' Pythons follow --trl_python, that of TRL 1.16 first. All take 22 minutes of one core.
+  ppo           TRL 1.12, the same; neither side clips gradients, since TRL's does not
+GRPO and PPO run twice on the same prompts per step: once each side samples, once ours trains on TRL's
+rollouts. The peers' Pythons follow --trl_python, that of TRL 1.16 first. Everything takes 22 minutes of one
+core.
 """
 
 import json
@@ -45,19 +45,19 @@ NUM_STEPS = 60
 SIZE = {"hidden_size": 128, "intermediate_size": 352}
 RATES = {"sft": 2e-3, "reward": 3e-4, "dpo": 1e-4, "kto": 1e-4}
 WEIGHT_DECAY = 0.1
-PAIRED_ALIKE = "kto, KL term as TRL's"  # ours: shows whether anything else differs
+PAIRED_ALIKE = "kto, KL term as TRL's"  # our run with TRL's pairing, to see whether anything else differs
 FED = {task: f"{task}, TRL's rollouts" for task in ("grpo", "ppo")}
-# A step has so many prompts, responses to each, and optimizer steps of all.
+# Prompts per step, responses per prompt, optimizer steps per step.
 SAMPLED = {"grpo": (16, 4, 1), "ppo": (32, 1, 4)}
 NUM_RL_STEPS = 40
 RL_RATE = 1e-4
 KL_COEF = 0.05
 MAX_PROMPT = 64
 MAX_RESPONSE = 32
-ROUNDING = 1e-8  # smaller differences are drawn as that
+ROUNDING = 1e-8  # lower bound of plotted differences
 MOST_POINTS = 50  # of a committed curve
-LAST = 10  # a score is the mean of so many steps
-# What a task's sides are compared by, ours and TRL's.
+LAST = 10  # steps that a reported score is averaged over
+# Metric that a task's sides are compared by, ours and TRL's.
 METRICS = {
     "sft": ("sft/loss", "loss"),
     "reward": ("reward/loss", "loss"),
@@ -221,7 +221,7 @@ class Seed:
 
 
 def trl_metrics(task: str, history: list[dict[str, Any]]) -> Sides:
-    """The task's metric from TRL's log `trl`; empty if it was not run."""
+    """The task's metric from TRL's log, by the key "trl"; {} if TRL was not run."""
     name = METRICS[task][1]
     values = [row[name] for row in history if name in row]
     return {"trl": values} if history else {}
@@ -238,14 +238,14 @@ def number_rows(prompts: Iterable[Sequence[int]]) -> list[dict[str, Any]]:
 
 
 def lay_out(rollout: dict[str, list[list[int]]]) -> Generation:
-    """The responses as if ours had been sampled, without log-probabilities."""
+    """TRL's responses as our `Generation`, without log-probabilities."""
     ids, mask = pad_rows(rollout["responses"], PAD)
     is_finished = torch.tensor([of[-1] == EOS for of in rollout["responses"]])
     return Generation(ids, mask, torch.zeros(ids.shape), torch.zeros(ids.shape), is_finished, mask)
 
 
 def build_rows(seed: int, num_rows: int) -> tuple[dict[str, list[dict[str, Any]]], int]:
-    """Each task's rows in the order of training, and the size of the vocabulary."""
+    """Each task's rows in training order, and the vocabulary size."""
     turns = composed.compose_turns("train", num_rows, seed)
     pairs = composed.compose_pairs("train", num_rows, seed)
     words = {word for row in (*turns, *pairs) for text in row for word in text.split()}
@@ -267,7 +267,7 @@ def build_rows(seed: int, num_rows: int) -> tuple[dict[str, list[dict[str, Any]]
         pair = {"chosen_ids": sides[0], "rejected_ids": sides[1]}
         starts = {"chosen_response_start": start, "rejected_response_start": start}
         tasks["reward"].append(row | pair | starts)
-        label = int(row_id % 4 != 3)  # else the KL term would be 0 nearly always
+        label = int(row_id % 4 != 3)  # otherwise the KL term would almost always be 0
         answer = {"answer_ids": sides[1 - label], "answer_response_start": start}
         tasks["kto"].append(row | {"label": label} | answer)
     tasks["kto"] = list(MismatchedRows(tasks["kto"], 10**9))
@@ -275,8 +275,8 @@ def build_rows(seed: int, num_rows: int) -> tuple[dict[str, list[dict[str, Any]]
 
 
 def pair_as_trl(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """KTO's rows with TRL's mismatched answers: each its predecessor's in the optimizer step, the first one
-    the last one's.
+    """KTO's rows with TRL's mismatched answers: each row gets that of its predecessor in the optimizer step,
+    the first row that of the last.
     """
     results = []
     for place, row in enumerate(rows):

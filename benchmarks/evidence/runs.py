@@ -1,17 +1,18 @@
-"""Sections of docs/results.md that are runs of a step's program: the TOML files beside this one.
+"""Sections of docs/results.md that are runs of a step's program: the TOML files next to this one.
 
-A file names a section's cases: the words of a command, seeds from 1 on, and variables of the environment. As
-many runs at a time as this process may use cores, one thread each. A run that has finished is only read.
+A file defines a section's cases: the words of a command, the number of seeds (from 1), and environment
+variables. Runs execute in parallel, one per core of this process, one thread each. A finished run is only
+read.
 
   command, environment  of every run, with {words}, {flags}, {seed}, {folder}, {run}, {data} and any other key
   prepare               commands that run first, each with a separate folder as its {run}
   metrics, means        curves that are kept, and metrics that are averaged over all steps
   score                 the metric that cases are compared by
-  every                 a point of a curve is the mean of so many values
-  x_axes                what else a curve may be drawn over: so many a step
-  base                  of a case: the case that its cost is measured against, seed by seed
+  every                 number of values that a point of a curve is the mean of
+  x_axes                further x axes of a curve: units per step
+  base                  of a case: the case that its cost is relative to, seed by seed
   figures, panels       each figure is drawn for each panel, which has label = case
-  quick                 what --quick changes
+  quick                 overrides for --quick
 """
 
 import os
@@ -31,7 +32,7 @@ from common.runs.run_files import FINISHED_FILE
 from tools.report.run_reader import Curve, read_run
 
 ROOT = Path(__file__).resolve().parents[2]
-DIGITS = 6  # of the values that are kept
+DIGITS = 6  # of stored values
 NUM_JOBS = len(os.sched_getaffinity(0))  # runs at a time, one thread each
 DEFAULTS: dict[str, Any] = {
     "command": "bash training_scripts/verifiable/run.sh {words} {flags} --seed {seed}",
@@ -39,7 +40,7 @@ DEFAULTS: dict[str, Any] = {
     "prepare": {"sft": "bash training_scripts/verifiable/run.sh sft"},
     "score": "scores",
     "metrics": {"scores": "eval/pass_rate", "kl": "eval/kl"},
-    "means": {"gap": "policy/logprob_gap"},  # |sampler - trainer|, nats a token
+    "means": {"gap": "policy/logprob_gap"},  # |sampler - trainer|, nats per token
     "every": 1,
     "x_axes": {},
 }
@@ -89,7 +90,7 @@ def run_all(section: Section, folder: Path) -> Runs:
 
 
 def run_case(section: Section, folder: Path, name: str, seed: int) -> dict[str, Any]:
-    """The kept curves of a run by step, and the seconds of its steps up to each."""
+    """The kept curves of a run by step, and the cumulative seconds of its steps."""
     place = folder / f"{name}-{seed}".replace(":", "_").replace(" ", "_")
     if not (place / FINISHED_FILE).is_file():
         case = section["cases"][name]
@@ -117,7 +118,7 @@ def run_alone(values: Mapping[str, Any]) -> None:
     """Run `command` with `values` filled in, in one thread; its output is shown if it fails."""
     command = shlex.split(
         values["command"].format(**values).format(**values)
-    )  # words and flags have keys, too
+    )  # twice, since words and flags contain keys too
     environment = {key: value.format(**values) for key, value in values["environment"].items()}
     env = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"} | environment
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
@@ -126,7 +127,7 @@ def run_alone(values: Mapping[str, Any]) -> None:
 
 
 def thin(curve: Curve, every: int) -> Curve:
-    """The curve of the means of `every` values, each at the step of the last one."""
+    """Curve of the means of `every` successive values, each at the step of the last one."""
     starts = range(0, len(curve.values) - every + 1, every)
     steps = [curve.steps[start + every - 1] for start in starts]
     return Curve(steps, [statistics.fmean(curve.values[start : start + every]) for start in starts])
@@ -144,7 +145,7 @@ def describe(section: Section, runs: Runs) -> dict[str, Any]:
 
 
 def shortened(run: dict[str, Any]) -> dict[str, Any]:
-    """A run for a file of facts: the numbers of its curves with `DIGITS` decimals."""
+    """A run for a file of facts, with its curves rounded to `DIGITS` decimals."""
     curves = {key: value for key, value in run.items() if isinstance(value, list)}
     return run | {key: [round(number, DIGITS) for number in values] for key, values in curves.items()}
 

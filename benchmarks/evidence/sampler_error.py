@@ -1,11 +1,11 @@
 """A sampler that differs from the trainer, by `--plugins benchmarks.evidence.sampler_error`.
 
-SAMPLER_ERROR, a variable of the environment, is KIND:NATS. The sampler's logits get Gaussian noise, of a size
-that holds the mean |log-probability of the sampler - of the trainer| of sampled tokens at NATS. Tokens and
-log-probabilities are those of the noisy logits.
+SAMPLER_ERROR, an environment variable, is KIND:NATS. The sampler's logits get Gaussian noise, whose scale is
+adapted to keep the mean |log-probability of the sampler - of the trainer| of sampled tokens at NATS. Tokens
+and log-probabilities are those of the noisy logits.
 
-biased      the same noise for a token of the vocabulary at all times, as of weights that are rounded
-unbiased    fresh noise for every logit, as of sums in another order
+biased      constant noise for each token of the vocabulary, as from rounded weights
+unbiased    new noise for every logit, as from another summation order
 """
 
 import os
@@ -16,11 +16,11 @@ import torch
 from common.generation import decode, decode_probe
 from common.models import family_probe
 
-TOKENS = 300  # after so many the size is set anew
+TOKENS = 300  # between adjustments of the noise scale
 
 
 def accept_faults() -> None:
-    """Let the run load a family that computes other numbers than transformers; otherwise it is rejected."""
+    """Disable the probes that reject a family whose results differ from transformers'."""
     family_probe._measure = lambda *_: family_probe.FamilyProbe()
     decode_probe._measure = lambda *_: ""
 

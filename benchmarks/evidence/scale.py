@@ -1,6 +1,6 @@
-"""Bytes, memory and seconds of steps as ranks grow: bytes counted on ranks of gloo, the rest planned.
+"""Bytes, memory and seconds of steps against the number of ranks: bytes counted on gloo, the rest planned.
 
-The seconds are those of tools/time_plan.py: nothing has run on a GPU.
+The seconds are estimates of tools/time_plan.py: nothing was run on a GPU.
 """
 
 import itertools
@@ -26,15 +26,15 @@ MODELS = {
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 GPUS_OF_MACHINE = 8
 RANKS = (2, 4, 8, 16)
-# A step of all sizes: so many prompts with a response each, and one optimizer step.
+# A step at every size: these prompts with one response each, and one optimizer step.
 NUM_PROMPTS = 1024
 PROMPT_TOKENS = 1024
 RESPONSE_TOKENS = 1024
 MOST_ROWS = 8  # per micro-batch
 MOST_SLOTS = 128  # per replica
-NUM_TP_SIZES = 3  # that are tried
+NUM_TP_SIZES = 3  # number of sizes to try
 QUICK_CASES = ["SFT, ZeRO 2", "PPO, ZeRO 3, t = 2"]
-TOLERANCE = 0.02  # of the plan's bytes
+TOLERANCE = 0.02  # relative to the planned bytes
 FLAGS = {
     "gpu": "h100-80g",
     "actor_zero_stage": 3,
@@ -46,8 +46,8 @@ FLAGS = {
     "max_prompt_seq_len": PROMPT_TOKENS,
     "max_answer_seq_len": RESPONSE_TOKENS,
 }
-# What NVIDIA publishes of NeMo-RL v0.5: GRPO of Llama-3.1-8B on 16 H100, 2,048 responses of 1,019 tokens on
-# average, 4,096 at most, in 92.8 seconds. Planned as if all had that average, 32 to a prompt of 128 tokens.
+# NVIDIA's published figures of NeMo-RL v0.5: GRPO of Llama-3.1-8B on 16 H100, 2,048 responses of 1,019 tokens
+# on average, 4,096 at most, in 92.8 seconds. Planned with that average for all, 32 per prompt of 128 tokens.
 ANCHOR = {
     "algorithm": "grpo",
     "num_gpus": 8,
@@ -60,7 +60,7 @@ ANCHOR = {
     "gradient_accumulation_steps": 16,
 }
 ANCHOR_SECONDS = 92.8
-# Does generation stay the largest phase if what is assumed is otherwise?
+# Other assumptions, to check whether generation remains the largest phase.
 DOUBTS: dict[str, dict[str, Any]] = {
     "as assumed": {},
     "kernels start in no time": {"layer_seconds": 0.0},
@@ -78,7 +78,7 @@ DOUBTS: dict[str, dict[str, Any]] = {
 def measure(*, is_quick: bool) -> Measured:
     """The section's facts and its figure.
 
-    Raises RuntimeError if ranks receive other bytes than planned: the other figures would then be
+    Raises RuntimeError if the counted bytes differ from the planned ones: the other figures would then be
     meaningless.
     """
     counted = count_all(QUICK_CASES, [2]) if is_quick else count_all(list(CASES), list(RANKS))
@@ -141,8 +141,8 @@ def make_run(path: str, flags: dict[str, Any]) -> Run:
 
 
 def find_layouts(path: str, num_gpus: int) -> Iterator[dict[str, Any]]:
-    """The flags of each way to generate with the most slots, and then the largest micro-batches, that fit;
-    the least of both if nothing fits.
+    """The flags of each generation layout with the most slots, and then the largest micro-batches, that fit;
+    1 for both if nothing fits.
     """
     actor = read_models(path, "ppo")["actor"]
     sizes = [t for t in working_tp_sizes(actor.plain) if num_gpus % t == 0]
@@ -184,8 +184,8 @@ def make_large_run(path: str, num_gpus: int, flags: dict[str, Any]) -> Run:
 
 
 def plan_fastest(name: str, num_gpus: int) -> dict[str, Any]:
-    """The fastest way that fits for a model on this number of GPUs; if none fits, the one that lacks least,
-    without seconds.
+    """The fastest layout that fits for a model on this number of GPUs; if none fits, the one that lacks the
+    least memory, without seconds.
     """
     ways = []
     for flags in find_layouts(MODELS[name], num_gpus):
@@ -219,7 +219,7 @@ def generation_share(row: dict[str, Any], doubt: str) -> float:
 
 
 def draw_model(planned: list[dict[str, Any]], name: str) -> dict[str, Curve]:
-    """A model's curves, one for each kind of phase: a level curve scales perfectly."""
+    """A model's curves, one for each kind of phase: a flat curve means perfect scaling."""
     rows = [row for row in planned if row["model"] == name and row["fits"]]
     gpus = [row["gpus"] for row in rows]
     curves = {}

@@ -2,7 +2,7 @@
 
 On a GPU a pass is a captured CUDA graph: a small model is limited by launching its kernels one by one.
 
-# S slots, R response tokens at most, n rows of a pass, L positions that attention reads, V vocabulary
+# S slots, R maximum response tokens, n rows of a pass, L positions that attention reads, V vocabulary
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ from common.ranks import distributed
 from common.ranks.failures import first_line, is_out_of_memory, say
 
 POSITIONS_PER_BUCKET = 128
-WINDOWED = {"sliding_attention", "chunked_attention"}  # kinds of layers that see a part of what is before
-_SAMPLINGS_KEPT = 4  # sampling options whose graphs are kept: a program may ask with any temperature
+WINDOWED = {"sliding_attention", "chunked_attention"}  # layer types that attend to part of the context
+_SAMPLINGS_KEPT = 4  # sampling options with cached graphs; bounded, since a caller may use any temperature
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,20 @@ class DecodeState:
     """State of every slot; the tensors keep their addresses."""
 
     last_ids: torch.Tensor  # (S,) int64, sampled but not in the cache yet
-    lengths: torch.Tensor  # (S,) int64, tokens in the cache: where the next one goes
+    lengths: torch.Tensor  # (S,) int64, tokens in the cache, and so the position of the next one
     num_sampled: torch.Tensor  # (S,) int64, tokens of the response so far
-    limits: torch.Tensor  # (S,) int64, response tokens at most
+    limits: torch.Tensor  # (S,) int64, maximum response tokens
     is_live: torch.Tensor  # (S,) bool
     is_stopped: torch.Tensor  # (S,) bool, ended by the stop token
     uniforms: torch.Tensor  # (S, R + 1) fp32
-    response_ids: torch.Tensor  # (S, R + 1) int64; the last column takes the tokens of a sequence that ended
+    response_ids: torch.Tensor  # (S, R + 1) int64; the extra column takes writes after R tokens
     logprobs: torch.Tensor  # (S, R + 1) fp32
-    log_kept: torch.Tensor  # (S, R + 1) fp32
-    given_ids: torch.Tensor  # (S, R + 1) int64, tokens that are not sampled but said by others; -1: none
+    log_kept: torch.Tensor  # (S, R + 1) fp32, log of the probability mass that top_k and top_p keep
+    given_ids: torch.Tensor  # (S, R + 1) int64, tokens of the environment in place of sampled ones; -1: none
 
     @classmethod
     def build(cls, num_slots: int, max_new_tokens: int, device: torch.device) -> "DecodeState":
-        """A state without sequences."""
+        """An empty state."""
         columns = max_new_tokens + 1
         integers = [torch.zeros(num_slots, dtype=torch.int64, device=device) for _ in range(4)]
         flags = [torch.zeros(num_slots, dtype=torch.bool, device=device) for _ in range(2)]
@@ -69,7 +69,7 @@ class DecodeState:
 
     @property
     def max_new_tokens(self) -> int:
-        """Response tokens that it has room for."""
+        """Capacity in response tokens."""
         return self.uniforms.shape[1] - 1
 
     def tensors(self) -> list[torch.Tensor]:
@@ -84,7 +84,7 @@ class DecodeState:
         sample_ids: torch.Tensor,
         seed: int,
     ) -> None:
-        """Put new sequences into the slots from `first` on; the other arguments are (m,) int64."""
+        """Put new sequences into the slots from `first` on; all tensors are (m,) int64."""
         slots = slice(first, first + len(sample_ids))
         self.lengths[slots], self.limits[slots] = prompt_lengths, limits
         self.num_sampled[slots] = 0
@@ -96,15 +96,15 @@ class DecodeState:
         self.uniforms[slots] = uniforms.view(-1, columns)
 
     def go_on(self, slot: int, count: int, said: Sequence[int]) -> None:
-        """Continue a sequence that stopped after `count` tokens, with the tokens `said` by others."""
+        """Continue a sequence that stopped after `count` tokens with the environment's tokens `said`."""
         self.given_ids[slot, count : count + len(said)] = torch.as_tensor(said, dtype=torch.int64)
-        # Its stop token is not in the cache yet, and passes since then have put other tokens here.
+        # The stop token is not in the cache yet, and later passes have overwritten last_ids.
         self.last_ids[slot] = self.response_ids[slot, count - 1]
         self.is_live[slot], self.is_stopped[slot] = True, False
 
     def sample(self, slots: slice, logits: torch.Tensor, options: SamplingOptions) -> None:
-        """Sample the next token of the sequences in `slots` from logits (n, V), or take a given one, with
-        log-probability 0; sequences that ended do not change.
+        """Sample the next token of the sequences in `slots` from logits (n, V), or take the given token with
+        log-probability 0. Finished sequences do not change.
         """
         row = {name: tensor[slots] for name, tensor in vars(self).items()}
         columns = row["num_sampled"].unsqueeze(1)
@@ -121,23 +121,23 @@ class DecodeState:
         is_given = given_ids >= 0
         token_ids = torch.where(is_given, given_ids, token_ids)
         logprobs, log_kept = (x.masked_fill(is_given, 0.0) for x in (logprobs, log_kept))
-        # Tokens of a sequence that ended land in a column behind its last: nobody reads them.
+        # A finished sequence writes to the column after its last token, which is never read.
         row["response_ids"].scatter_(1, columns, token_ids.unsqueeze(1))
         row["logprobs"].scatter_(1, columns, logprobs.unsqueeze(1))
         row["log_kept"].scatter_(1, columns, log_kept.unsqueeze(1))
         row["last_ids"].copy_(token_ids)
         is_live = row["is_live"]
         row["num_sampled"].add_(is_live)
-        is_stop = (token_ids == options.stop_token_id) & ~is_given  # what others say may have it too
+        is_stop = (token_ids == options.stop_token_id) & ~is_given  # the environment's tokens may include it
         row["is_stopped"].logical_or_(is_stop & is_live)
         is_live.logical_and_(~is_stop & (row["num_sampled"] < row["limits"]))
 
 
 class DecodeGraphs:
-    """Captured passes by (rows, positions, sampling), kept while the weights keep their addresses.
+    """CUDA graphs by (rows, positions, sampling options), valid while the weights keep their addresses.
 
-    `group` are the ranks that compute together, None for a single rank. They drop their graphs together: a
-    rank that captures runs a pass that ranks with a graph would not run.
+    `group`: the ranks of a tensor-parallel model, None for a single rank. They drop their graphs together:
+    capturing runs a warm-up pass, whose collectives a rank that has the graph would not join.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -150,13 +150,13 @@ class DecodeGraphs:
         distributed.RELEASED_AT_STOP.add(self)
 
     def begin(self, options: SamplingOptions) -> None:
-        """Prepare for a generation; drop the graphs if a weight has moved, or there are too many options."""
+        """Prepare for a generation; drop the graphs if a weight has moved or there are too many options."""
         addresses = [parameter.data_ptr() for parameter in self.model.parameters()]
         has_moved = addresses != self._addresses
         self._addresses = addresses
         if self.group is not None:
             has_moved = bool(distributed.max_float(has_moved, self.group))
-        self._options = dataclasses.replace(options, seed=0)  # it makes its numbers before a pass
+        self._options = dataclasses.replace(options, seed=0)  # the seed is used before a pass, not in it
         known = {key[2] for key in self.graphs}
         if has_moved or (len(known) == _SAMPLINGS_KEPT and self._options not in known):
             self.release()
@@ -171,7 +171,7 @@ class DecodeGraphs:
     def run(
         self, rows: int, upto: int, run_pass: Callable[[int, int], None], state: list[torch.Tensor]
     ) -> None:
-        """Run `run_pass(rows, upto)`, with a graph if possible; `state` is what a pass changes."""
+        """Run `run_pass(rows, upto)`, as a graph if possible; `state`: the tensors that a pass modifies."""
         key = (rows, upto, self._options)
         if self.is_capturable and key not in self.graphs:
             self._capture(key, lambda: run_pass(rows, upto), state)
@@ -183,12 +183,12 @@ class DecodeGraphs:
     def _capture(
         self, key: tuple[int, int, SamplingOptions], run_pass: Callable[[], None], state: list[torch.Tensor]
     ) -> None:
-        """Capture a pass; return None if it cannot be captured because it waits for the device, or copies to
-        it.
+        """Capture a pass; clear `is_capturable` if that is impossible because the pass synchronizes with the
+        device or copies to it.
         """
         before = [tensor.clone() for tensor in state]
-        # One for all, and of this model alone: cuBLAS keeps a work area for each stream, and a graph that is
-        # destroyed takes that of its stream along.
+        # One stream for all graphs of this model, not shared with other models: cuBLAS keeps a workspace per
+        # stream, and destroying a graph frees its stream's workspace.
         self._stream = self._stream or torch.cuda.Stream()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -197,7 +197,7 @@ class DecodeGraphs:
         try:
             with torch.cuda.stream(self._stream):
                 torch.cuda.set_sync_debug_mode("error")
-                run_pass()  # libraries make their work areas on first use, which no graph may
+                run_pass()  # warm-up: libraries allocate workspaces on first use
                 torch.cuda.set_sync_debug_mode(mode)
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                     run_pass()
@@ -205,7 +205,7 @@ class DecodeGraphs:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            self.is_capturable = False  # on all ranks of the group: they run the same model
+            self.is_capturable = False  # the same on all ranks of the group: they run the same model
             self.release()
             if distributed.is_main():
                 say(f"note: the model generates without CUDA graphs, by plain passes: {first_line(error)}")
@@ -217,7 +217,7 @@ class DecodeGraphs:
 
 
 class DecodeStep:
-    """The model, its cache and its state; `run` adds a token to the first n slots, on a GPU with `graphs`."""
+    """The model, its cache and its state; `run` adds a token to the first n slots, by `graphs` on a GPU."""
 
     def __init__(
         self, model: nn.Module, cache: SlotCache, state: DecodeState, graphs: DecodeGraphs | None = None
@@ -237,7 +237,7 @@ class DecodeStep:
         self._dtype = next(model.parameters()).dtype
         self._rows = torch.arange(cache.num_slots, device=device)
         self._positions = torch.arange(cache.max_length, device=device)
-        # Passes that may run ahead before the host looks who ended: each look waits for the device.
+        # Passes between two checks for finished sequences: each check synchronizes with the device.
         self.passes_per_look = 4 if device.type == "cuda" else 1
         self._graphs = graphs if device.type == "cuda" else None
 
@@ -252,7 +252,8 @@ class DecodeStep:
     ) -> torch.Tensor:
         """Logits (m, V) after prompts (m, T), left-padded, whose keys and values are stored in `slots`.
 
-        mask (m, T) bool, True for real tokens. Without `has_padding` all are real, which avoids asking a GPU.
+        mask (m, T) bool, True for real tokens; all are real if not `has_padding`. The caller passes it, since
+        reading the mask would synchronize with the GPU.
         """
         self.cache.begin_prefill(slots, mask if has_padding else None)
         inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": self.cache, "use_cache": True}
@@ -272,11 +273,11 @@ class DecodeStep:
         )
 
     def run(self, num_rows: int, upto: int) -> None:
-        """Sample a token for each of the first `num_rows` slots; `upto` is above every position in use."""
+        """Sample a token for each of the first `num_rows` slots; `upto` exceeds every position in use."""
         if not self._graphs:
             self._run_pass(num_rows, upto)
             return
-        # A graph holds for one number of rows and of positions; both are rounded up, so few are needed.
+        # A graph has fixed numbers of rows and positions; rounding both up limits the number of graphs.
         rows = min(1 << (num_rows - 1).bit_length(), self.cache.num_slots)
         buckets = -(-upto // POSITIONS_PER_BUCKET)
         upto = min(buckets * POSITIONS_PER_BUCKET, self.cache.max_length)
@@ -302,11 +303,11 @@ class DecodeStep:
         state.sample(slots, logits, self.options)
 
     def _build_mask(self, positions: torch.Tensor, upto: int) -> Any:
-        """Mask of the first `upto` positions that each row attends to, in the model's form."""
+        """Mask of each row over the first `upto` positions, in the form that the model takes."""
         keys = self._positions[:upto]
         is_visible = keys <= positions.unsqueeze(1)  # (n, L)
         if self._has_alibi:
-            return is_visible.long()  # the model makes its biases from it
+            return is_visible.long()  # the model builds its ALiBi biases from it
         near = mask = self._additive(is_visible)
         if self._window is not None and upto > self._window:
             near = self._additive(is_visible & (keys > positions.unsqueeze(1) - self._window))
@@ -322,8 +323,8 @@ class DecodeStep:
 
 
 def _refuse_own_window(config: Any, max_length: int) -> None:
-    """Raise ValueError if, above some number of tokens, a family's layers use a key's index among the given
-    ones (GPT-Neo's windows) or the cache's length (Llama 4's temperatures), which differ in slots.
+    """Raise ValueError if `max_length` exceeds the length from which a family's layers depend on a key's
+    index (GPT-Neo's windows) or on the cache's length (Llama 4's temperatures): slots change both.
     """
     layers = ""
     limit = max_length
@@ -341,8 +342,8 @@ def _refuse_own_window(config: Any, max_length: int) -> None:
 
 
 def _windows(config: Any) -> tuple[int | None, int | None, bool]:
-    """(Positions that a windowed layer sees, chunk size of chunked layers, whether other layers see
-    everything).
+    """(Window of sliding layers, chunk size of chunked layers, whether the model takes one mask per layer
+    type).
     """
     kinds = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None)

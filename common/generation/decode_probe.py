@@ -1,6 +1,6 @@
-"""Probe of cached decoding: compares log-probabilities of tokens decoded one by one with the class's own
-forward pass, on a small replica, before weights are loaded. Two decoding steps after prompts of several
-lengths.
+"""Probe of cached decoding: compares log-probabilities of tokens decoded one by one with the model class's
+own forward pass, on a small replica, before weights are loaded. It runs two decoding steps after prompts of
+several lengths.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from common.models.transformers_internals import is_stateful
 from common.ranks.failures import kind_and_line
 
 LENGTHS = (5, 3, 4)
-NUM_NEW = 3  # the first of them needs no decode step
+NUM_NEW = 3  # the first comes from the prompt pass
 _STATES = ("linear", "conv", "mamba", "recurrent")
 
 
@@ -36,7 +36,7 @@ def _measure(config: PreTrainedConfig, by_transformers: bool, trusts_code: bool)
     try:
         model, rows = small_model(AutoModelForCausalLM, config, trusts_code, LENGTHS)
         plain_logits(model, rows[0])
-    except Exception:  # the family's own code raises what it likes; family_probe says so
+    except Exception:  # the family's code may raise anything; family_probe reports it
         return ""
     options = SamplingOptions(NUM_NEW, stop_token_id=-1, pad_token_id=rows[0][0], do_sample=False)
     try:
@@ -58,8 +58,8 @@ def _measure(config: PreTrainedConfig, by_transformers: bool, trusts_code: bool)
 def decode_rows(
     generator: Any, rows: list[list[int]], options: SamplingOptions, **more: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Token ids of a response to each row, and the log-probabilities under which they were sampled; `more`
-    goes to `generate`.
+    """Token ids of a response to each row, and the log-probabilities under which they were sampled; `more` is
+    passed to `generate`.
     """
     device = generator.model.device
     ids, mask = (x.to(device) for x in pad_rows(rows, options.pad_token_id, on_left=True))
@@ -72,7 +72,7 @@ def decode_rows(
 
 
 def logits_behind(model: Any, rows: list[list[int]], responses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Logits (N, V) of the class's own forward pass that predict the tokens of responses to rows."""
+    """Logits (N, V) of the model class's own forward pass that predict the response tokens of all rows."""
     parts = []
     for row, response in zip(rows, responses, strict=True):
         logits = plain_logits(model, [*row, *response.tolist()])

@@ -18,28 +18,28 @@ from torch import nn
 from common.generation.decode import DecodeGraphs, DecodeState, DecodeStep, SamplingOptions
 from common.generation.kv_cache import SlotCache
 
-# Gets (sample, [its new token id]) after each pass; True: the sample shall end here.
+# Called with (sample, [its new token id]) after each pass; returns True to end the sample.
 TokenCallback = Callable[[int, list[int]], bool]
-# Gets (sample, its response so far) of all whose turn has ended by the stop token; returns for each the token
-# ids that others say then, behind which it goes on, or None: its response ends.
+# Called with (sample, its response so far) of all samples that ended a turn with the stop token; returns for
+# each the token ids of the environment's reply, after which it continues, or None to end the response.
 TurnCallback = Callable[[list[tuple[int, list[int]]]], list[list[int] | None]]
 
 DEFAULT_SLOTS = 128
-PREFILL_TOKENS = 4096  # of prompts that are read together: more would only take memory
-# A pass over a few tokens costs about what so many tokens more would, by device: padding up to it is cheaper
-# than another pass. A GPU's is planned, not measured.
+PREFILL_TOKENS = 4096  # prompt tokens per prefill pass: more would only take memory
+# A pass over a few tokens costs about as much as this many additional tokens, by device: less padding is
+# cheaper than another pass. The value for a GPU is an estimate, not measured.
 _PADDING_WORTH_A_PASS = {"cpu": 32, "cuda": 512}
-# Waiting for more free slots makes fewer and larger passes over new prompts; an empty slot costs little.
+# Prompts wait until 1/8 of the slots are free: fewer and larger prefill passes; an empty slot costs little.
 _SLOTS_FREE_BEFORE_REFILL = 8
 
 
 class PromptBatch(NamedTuple):
-    """Prompts to respond to, and the samples of each, which are adjacent: B' = B x N."""
+    """Prompts and their samples, B' = B x N; the samples of a prompt are adjacent."""
 
     prompt_ids: torch.Tensor  # (B, P) int64, left-padded
     prompt_mask: torch.Tensor  # (B, P) True for real tokens
-    sample_ids: torch.Tensor  # (B',) int64, they name the random numbers
-    limits: torch.Tensor | None = None  # (B',) int64, the most tokens of a response, from 1 to max_new_tokens
+    sample_ids: torch.Tensor  # (B',) int64, keys of the random numbers
+    limits: torch.Tensor | None = None  # (B',) int64, maximum response tokens, from 1 to max_new_tokens
 
     @property
     def num_samples(self) -> int:
@@ -53,19 +53,19 @@ class Generation(NamedTuple):
     response_ids: torch.Tensor  # (B', R) int64, pad_token_id after the end
     response_mask: torch.Tensor  # (B', R) bool, True for tokens of the response, the stop token included
     logprobs: torch.Tensor  # (B', R) fp32, untruncated distribution at this temperature; 0 after the end
-    truncated_logprobs: torch.Tensor  # (B', R) fp32, of what top_k and top_p left; 0 after the end
-    is_finished: torch.Tensor  # (B',) bool, False where the limit cut the response
-    sampled_mask: torch.Tensor  # (B', R) bool, `response_mask` less what others said between two turns
+    truncated_logprobs: torch.Tensor  # (B', R) fp32, distribution after top_k and top_p; 0 after the end
+    is_finished: torch.Tensor  # (B',) bool, False if the limit truncated the response
+    sampled_mask: torch.Tensor  # (B', R) bool, `response_mask` without the environment's tokens
 
 
 class Generator:
     """Generates with one model; keeps its key/value cache and captured graphs from call to call.
 
     `model` holds whole weights, or one rank's part of them, and is in eval mode. A slot has room for
-    `max_length` tokens of prompt and response, or for what a call needs if that is more. `agree_any`, for a
-    model whose forward pass needs all ranks (sharded weights), tells whether any rank still has work: ranks
-    without work run passes without results, so that the weights can be gathered; their gathers are in no CUDA
-    graph. `tp_group` are the ranks that hold the parts of a sliced model.
+    `max_length` tokens of prompt and response, or more if a call needs more. `agree_any`, for a model whose
+    forward pass needs all ranks (sharded weights), returns whether any rank still has work: ranks without
+    work run dummy passes so that the weights can be gathered; there are no CUDA graphs then, because they
+    cannot contain the gathers. `tp_group`: the ranks that hold the slices of a tensor-parallel model.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class Generator:
     ) -> Generation:
         """Responses of all samples.
 
-        A response ends with its stop token; its length is counted, never searched for, so the stop token may
+        A response ends with its stop token; its length is counted, not found by search, so the stop token may
         be the pad token. `on_tokens` receives every token as soon as it is sampled, and may end a response.
-        `on_turns` may let a response continue after messages of others, whose tokens are read together with
-        those that the other slots sample, one per pass; the limit applies to all turns together.
+        `on_turns` may continue a response after the environment's reply, whose tokens are read one per pass,
+        in the same passes in which other slots sample; the limit applies to all turns together.
         """
         if batch.limits is None:
             batch = batch._replace(limits=torch.full_like(batch.sample_ids, options.max_new_tokens))
@@ -122,23 +122,23 @@ class Generator:
             max_padding_per_pass=_PADDING_WORTH_A_PASS[device.type],
         )
         length = max(max(lengths) + options.max_new_tokens, self.max_length)
-        # Inference mode is a tenth faster on a CPU; DeepSpeed's gathering hooks do not run in it.
+        # Inference mode is 10% faster on a CPU; DeepSpeed's gathering hooks do not run in it.
         with torch.no_grad() if self.agree_any else torch.inference_mode():
             if self._step is None or not self._step.has_room(num_slots, length, options.max_new_tokens):
-                self.release()  # the memory is needed for the new one
+                self.release()  # free the memory before the new allocation
                 state = DecodeState.build(num_slots, options.max_new_tokens, device)
                 self._step = DecodeStep(self.model, SlotCache(num_slots, length), state, self._graphs)
             self._step.begin(options)
             tensors = _DecodeLoop(self._step, schedule, batch, self.agree_any, on_tokens, on_turns).run()
-        return Generation(*(tensor.clone() for tensor in tensors))  # such tensors can take part in a loss
+        return Generation(*(tensor.clone() for tensor in tensors))  # a loss cannot use inference tensors
 
 
 class Admission(NamedTuple):
-    """Samples that enter the slots after the live ones together."""
+    """Samples that enter the slots after the live ones in one batch."""
 
     samples: list[int]
-    prompts: list[int]  # to be read in one pass, longest first
-    prompt_slots: list[int]  # where their keys and values go
+    prompts: list[int]  # prefilled in one pass, longest first
+    prompt_slots: list[int]  # slots of their keys and values
     copies: list[tuple[int, int]]  # (slot with the same prompt, slot)
 
 
@@ -164,7 +164,7 @@ class SlotSchedule:
         self.max_padding_per_pass = max_padding_per_pass
         order = sorted(range(len(prompt_lengths)), key=lambda prompt: -prompt_lengths[prompt])
         self.waiting = deque(p * num_samples + k for p in order for k in range(num_samples))
-        self.slots: list[int] = []  # the sample of each live slot
+        self.slots: list[int] = []  # sample of each live slot
 
     def should_admit(self) -> bool:
         """Whether to read new prompts now, instead of adding a token to the live sequences."""
@@ -179,7 +179,7 @@ class SlotSchedule:
         return bool(self.waiting) and self.waiting[0] // self.num_samples == prompt
 
     def admit(self) -> Admission:
-        """Admit what fits into the free slots and into one pass; at least one sample must wait."""
+        """Admit the samples that fit into the free slots and into one pass; at least one sample must wait."""
         admission = Admission([], [], [], [])
         slot_with = {sample // self.num_samples: slot for slot, sample in enumerate(self.slots)}
         padding, width = 0, 0
@@ -228,7 +228,7 @@ class _DecodeLoop:
         on_tokens: TokenCallback | None,
         on_turns: TurnCallback | None,
     ) -> None:
-        """The arguments are those of `Generator`; `step` has been begun with the sampling options."""
+        """The arguments are those of `Generator`; `step.begin` has been called with the sampling options."""
         self.step = step
         self.schedule = schedule
         self.batch = batch
@@ -237,9 +237,9 @@ class _DecodeLoop:
         self.on_turns = on_turns
         self.device = batch.prompt_ids.device
         self.results = DecodeState.build(len(batch.sample_ids), step.state.max_new_tokens, self.device)
-        self.lengths: list[int] = []  # tokens in the cache, slot by slot
+        self.lengths: list[int] = []  # tokens in the cache, per slot
         self.first_logits: dict[int, torch.Tensor] = {}  # of prompts with waiting samples
-        self.num_told: dict[int, int] = {}  # tokens that `on_tokens` has got, by sample
+        self.num_told: dict[int, int] = {}  # tokens passed to `on_tokens`, by sample
 
     def run(self) -> Generation:
         """Run until no sample waits; return all responses in the order of the samples."""
@@ -278,7 +278,7 @@ class _DecodeLoop:
             logits = self.step.read_prompts(ids, mask, slots, has_padding)  # (m, V)
             self.first_logits.update(zip(new, logits, strict=True))
         elif self.agree_any:
-            self._keep_step()  # the other ranks run a pass
+            self._keep_step()  # joins the other ranks' pass
         if admission.copies:
             self.step.cache.copy_slots(sources, targets, max(lengths))
         state = self.step.state
@@ -293,23 +293,23 @@ class _DecodeLoop:
                 del self.first_logits[prompt]
 
     def _to_device(self, *columns: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """Each column as (n,) int64: one copy from pinned memory, which the host does not wait for."""
+        """Each column as (n,) int64 on the device, by one asynchronous copy from pinned memory."""
         numbers = torch.tensor([*chain(*columns)], dtype=torch.int64, pin_memory=self.device.type == "cuda")
         return numbers.to(self.device, non_blocking=True).split([len(column) for column in columns])
 
     def _decode(self) -> None:
         num_passes = 1 if self.agree_any or self.on_tokens else self.step.passes_per_look
         for _ in range(num_passes):
-            # A sequence that has ended meanwhile stays where it is: its length here is an upper bound.
+            # A sequence that finishes between checks keeps its slot: `lengths` are upper bounds.
             self.step.run(len(self.lengths), min(max(self.lengths) + 1, self.step.cache.max_length))
             self.lengths = [length + 1 for length in self.lengths]
 
     def _keep_step(self) -> None:
-        """Run a pass without results, because all ranks gather the weights together."""
+        """Run a dummy pass: gathering the weights needs all ranks."""
         self.step.model(input_ids=self.batch.prompt_ids[:1, -1:], use_cache=False)
 
     def _look(self) -> list[int]:
-        """Slots of sequences that have ended, also by the callback: one wait for the device."""
+        """Slots of sequences that have ended, also by the callback; synchronizes once with the device."""
         state = self.step.state
         num_rows = len(self.lengths)
         if not self.on_tokens:
@@ -341,7 +341,7 @@ class _DecodeLoop:
             for source, target in moves:
                 self.lengths[target] = self.lengths[source]
         num_left = num_rows - len(finished)
-        state.is_live[num_left:num_rows] = False  # a pass may be rounded up to slots that nobody is in
+        state.is_live[num_left:num_rows] = False  # a pass may be rounded up to include empty slots
         del self.lengths[num_left:]
 
 
@@ -350,10 +350,10 @@ def _columns(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
 
 
 def take_turns(state: DecodeState, samples: dict[int, int], on_turns: TurnCallback) -> set[int]:
-    """Continue sequences whose turn ended with the stop token, with the messages of others; return their
+    """Continue sequences whose turn ended with the stop token after the environment's replies; return their
     slots.
 
-    `samples` are the samples by slot. A sequence without room for these and one more token ends there, as
+    `samples`: the samples by slot. A sequence without room for its reply and one more token ends, as
     truncated.
     """
     seen = torch.stack((state.is_stopped.long(), state.num_sampled, state.limits), 1)[list(samples)].tolist()

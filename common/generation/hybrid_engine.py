@@ -40,8 +40,8 @@ from common.ranks.zero3 import OptimizerStates, is_sharded, local_shard
 @dataclass(frozen=True)
 class HybridOptions:
     """Generation options of the actor, with the names of step 3's flags. Without `enable_hybrid_engine`:
-    transformers' `generate` on gathered weights. `max_length` is the room of a slot for prompt and response;
-    0: what a call needs.
+    transformers' `generate` on gathered weights. `max_length`: capacity of a slot in tokens of prompt and
+    response; 0: as needed by a call.
     """
 
     enable_hybrid_engine: bool = True
@@ -70,7 +70,7 @@ class HybridEngine:
         self._states: list[OptimizerStates] = []
         if options.offload_states_for_generation:
             self.offload_during_generation(engine)
-        self.received_bytes = 0  # on this rank, by the last switch
+        self.received_bytes = 0  # on this rank, in the last switch
         self.module = language_model(engine.module)
         self._weights = weights = trained_weights(self.module)
         self.is_sharded = any(is_sharded(w.parameter) for w in weights.values())
@@ -185,8 +185,8 @@ class HybridEngine:
     ) -> Generation:
         """This rank's responses, see `Generator.generate`; to be called in generation mode.
 
-        Ranks that share a replica generate for all of them together; `on_turns` is asked about this rank's
-        responses alone. `limits` are not supported. Every rank must call this.
+        Ranks that share a replica generate for all of them together; `on_turns` is called with this rank's
+        responses only. `limits` are not supported. Every rank must call this.
         """
         first = 0
         num_responses = len(batch.sample_ids)
@@ -219,14 +219,14 @@ class HybridEngine:
         return ask_all
 
     def _gather(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """A flat tensor of each rank of the replica, on the CPU; its ranks must call this together."""
+        """The flat tensors of all ranks of the replica, on the CPU; all of these ranks must call this."""
         return distributed.all_to_all([flat.cpu()] * self.layout.tp_size, self.groups.tp_group)
 
 
 class TransformersGenerator:
     """Generates with transformers' own `generate` and our sampler: the baseline for comparisons.
 
-    It gives the same texts as `Generator`; it holds whole weights, pads every prompt to the longest and
+    It samples the same texts as `Generator`; it holds whole weights, pads every prompt to the longest and
     decodes until the last response of the batch has ended.
     """
 
@@ -266,7 +266,7 @@ class TransformersGenerator:
         self.model.generate(
             ids,
             attention_mask=mask,
-            do_sample=False,  # the processor has sampled
+            do_sample=False,  # the logits processor samples
             max_new_tokens=options.max_new_tokens,
             pad_token_id=options.pad_token_id,
             eos_token_id=None,
@@ -278,7 +278,7 @@ class TransformersGenerator:
 
 @contextmanager
 def named_out_of_memory(cure: str) -> Iterator[None]:
-    """Context that turns an out-of-memory error into one that says what to change."""
+    """Context that re-raises an out-of-memory error as a MemoryError that names the cure."""
     try:
         yield
     except RuntimeError as error:

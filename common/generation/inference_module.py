@@ -24,8 +24,8 @@ from transformers.pytorch_utils import Conv1D
 from common.generation.kv_cache import choose_attention
 from common.generation.tp_plans import Cut
 
-HEAD_WIDTHS = ("head_dim", "head_size")  # what tells an attention from an MLP
-# What an attention counts: query heads, key/value heads, and the width of all query heads together.
+HEAD_WIDTHS = ("head_dim", "head_size")  # attributes that distinguish attention from an MLP
+# Attributes of an attention module: numbers of heads, and the width of all query heads together.
 COUNTS = ("num_heads", "num_attention_heads", "n_heads", "num_kv_heads", "num_key_value_heads")
 WIDTHS = ("embed_dim", "hidden_size", "split_size")
 
@@ -42,23 +42,23 @@ class InferenceModule:
         config._attn_implementation = choose_attention(source)
         with init_empty_weights(include_buffers=False):
             self.module: PreTrainedModel = type(source)(config)
-        self.module.tie_weights()  # each empty weight is an object of its own
+        self.module.tie_weights()  # empty initialization has untied them
         self.module.eval().requires_grad_(False)
         buffers = dict(source.named_buffers())
         for prefix, module in self.module.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffers.get(f"{prefix}.{name}".lstrip("."), buffer).to(device))
-        owners: dict[int, list[tuple[nn.Module, str]]] = {}  # of a tied weight there are several
+        owners: dict[int, list[tuple[nn.Module, str]]] = {}  # several for a tied weight
         for module in self.module.modules():
             for attribute, parameter in module._parameters.items():
                 if parameter is not None:
                     owners.setdefault(id(parameter), []).append((module, attribute))
         self._owners = {name: owners[id(p)] for name, p in self.module.named_parameters()}
-        self._slices: dict[str, torch.Tensor] = {}  # weights in memory that is not the trainer's
+        self._slices: dict[str, torch.Tensor] = {}  # weights outside the trainer's memory
 
     def attach(self, name: str, weight: torch.Tensor, *, is_trainers: bool = True) -> None:
-        """Make a tensor the weight of this name, and of those tied to it. `is_trainers`: it is in the
-        trainer's memory; if not, and a slice of this name was kept, it is copied there.
+        """Make a tensor the weight of this name and of those tied to it. `is_trainers`: it is in the
+        trainer's memory; if not, and a slice of this name was kept, it is copied into that slice.
         """
         if not is_trainers:
             kept = self._slices.setdefault(name, weight)
@@ -90,8 +90,8 @@ def cut_module(
 ) -> None:
     """Turn a whole transformers causal LM, real or on the meta device, into this rank's part, in place.
 
-    cuts are those of `build_cuts(model, tp_size)`; group are the t ranks that compute together, None for all
-    ranks. Afterwards all of them must make every forward pass with equal inputs, and get equal logits.
+    cuts: from `build_cuts(model, tp_size)`; group: the t ranks that compute together, None for all ranks.
+    Afterwards all of them must run every forward pass with equal inputs, and get equal logits.
     Parameters may be replaced by others of their local shapes at any time.
     """
     if tp_size == 1:
@@ -100,7 +100,7 @@ def cut_module(
     cut_by_id = {id(parameters[name]): cut for name, cut in cuts.items()}
     for name, parameter in parameters.items():
         if name in cuts:
-            # `data` is replaced, not the parameter: weights stay tied. A view would keep the whole in memory.
+            # Replacing `data`, not the parameter, keeps weights tied. A view would keep the whole in memory.
             part = cuts[name].take(parameter.data, tp_rank)
             parameter.data = part.clone(memory_format=torch.contiguous_format)
     head = model.get_output_embeddings()
@@ -122,7 +122,7 @@ def _connect(
     rows, columns = module.weight.shape
     if isinstance(module, nn.Embedding):
         module.num_embeddings = rows
-        module.padding_idx = None  # it only stops gradients, and may lie among another rank's rows
+        module.padding_idx = None  # only affects gradients, and the row may be on another rank
         _sum_embeddings(module, tp_rank * rows, group)
     elif isinstance(module, Conv1D):
         module.nx, module.nf = rows, columns
@@ -137,8 +137,8 @@ def _connect(
 
 
 def _sum_outputs(module: nn.Linear | Conv1D, group: dist.ProcessGroup | None) -> None:
-    """Let a Linear with this rank's inputs (..., H/t) return the outputs of the whole, with the bias added
-    once.
+    """Make a Linear with this rank's inputs (..., H/t) return the output summed over ranks, with the bias
+    added once.
     """
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
@@ -151,7 +151,8 @@ def _sum_outputs(module: nn.Linear | Conv1D, group: dist.ProcessGroup | None) ->
 
 
 def _sum_embeddings(module: nn.Embedding, first_row: int, group: dist.ProcessGroup | None) -> None:
-    """Let an embedding with V/t rows return those of all tokens (..., H): other ranks' tokens count as zeros.
+    """Make an embedding with V/t rows return all tokens' embeddings (..., H): the sum over ranks, each with
+    zeros for tokens of other ranks.
 
     Subclasses, such as Gemma 3's with its scaling, keep their own forward pass inside.
     """
@@ -169,7 +170,7 @@ def _sum_embeddings(module: nn.Embedding, first_row: int, group: dist.ProcessGro
 
 
 def _gather_logits(module: nn.Linear, group: dist.ProcessGroup | None) -> None:
-    """Let an output head with V/t rows return the logits (..., V) of all ranks."""
+    """Make an output head with V/t rows return the logits (..., V) of all ranks."""
     compute = module.forward
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
@@ -182,13 +183,13 @@ def _gather_logits(module: nn.Linear, group: dist.ProcessGroup | None) -> None:
 
 
 def _narrow_attention(module: nn.Module, num_heads: int, tp_rank: int, tp_size: int) -> None:
-    """Let an attention count this rank's heads only; `num_heads` are the query heads of all ranks."""
+    """Set an attention's head counts and widths to this rank's; `num_heads`: query heads of all ranks."""
     if hasattr(module, "num_key_value_groups"):
         num_kv_heads = num_heads // module.num_key_value_groups
         module.num_key_value_groups = num_heads // tp_size // max(num_kv_heads // tp_size, 1)
     for name in (*COUNTS, *WIDTHS):
         if hasattr(module, name):
-            # Ranks share a key/value head where there are fewer heads than ranks.
+            # Ranks share a key/value head if there are fewer heads than ranks.
             setattr(module, name, max(getattr(module, name) // tp_size, 1))
     if "alibi" in inspect.signature(module.forward).parameters:
         heads = slice(tp_rank * num_heads // tp_size, (tp_rank + 1) * num_heads // tp_size)
@@ -198,7 +199,7 @@ def _narrow_attention(module: nn.Module, num_heads: int, tp_rank: int, tp_size: 
 def _narrow_alibi(
     num_heads: int, heads: slice, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Pass an attention the position biases of its own heads: the model builds those of all."""
+    """Pass an attention the ALiBi biases of this rank's heads: the model builds those of all heads."""
     alibi, mask = kwargs.get("alibi"), kwargs.get("attention_mask")
     if alibi is None:
         return args, kwargs

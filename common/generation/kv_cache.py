@@ -32,7 +32,7 @@ class SlotCache(Cache):
     def __init__(self, num_slots: int, max_length: int) -> None:
         super().__init__(layers=[])
         self.num_slots, self.max_length = num_slots, max_length
-        self.keys: list[torch.Tensor] = []  # a layer: (S, H, L, D)
+        self.keys: list[torch.Tensor] = []  # per layer: (S, H, L, D)
         self.values: list[torch.Tensor] = []
         self._slots: torch.Tensor | None = None  # prefill: (n,) int64
         self._sources: tuple[torch.Tensor, ...] | None = None  # prefill: rows (n, 1) and columns (n, T)
@@ -41,7 +41,7 @@ class SlotCache(Cache):
         self._upto = 0
 
     def begin_prefill(self, slots: torch.Tensor, is_real: torch.Tensor | None) -> None:
-        """Announce a pass over whole prompts, left-padded, for these slots (n,).
+        """Prepare a pass over whole prompts, left-padded, for these slots (n,).
 
         is_real (n, T) bool, True for a token of the prompt; None if no row has padding.
         """
@@ -49,7 +49,7 @@ class SlotCache(Cache):
         self._sources = None
         self._positions = None
         self._upto = 0
-        if is_real is not None:  # each row moves to the left; what comes behind it there is never read
+        if is_real is not None:  # shift rows to the left; positions after a prompt are never read
             num_rows, width = is_real.shape
             positions = torch.arange(width, device=slots.device)
             columns = positions + (width - is_real.sum(1, keepdim=True))
@@ -57,9 +57,9 @@ class SlotCache(Cache):
             self._sources = rows, columns.clamp(max=width - 1)
 
     def begin_decode(self, rows: torch.Tensor, positions: torch.Tensor, upto: int) -> None:
-        """Announce a pass with one token for each slot of `rows`, which is 0 .. n - 1.
+        """Prepare a pass with one token for each slot of `rows`, which is 0 .. n - 1.
 
-        positions (n,) int64 are where their keys and values go; `upto` is above all of them.
+        positions (n,) int64: where their keys and values are stored; `upto` exceeds all of them.
         """
         self._rows = rows
         self._positions = positions
@@ -87,9 +87,9 @@ class SlotCache(Cache):
     def _make_block(self, states: torch.Tensor) -> torch.Tensor:
         """A block of zeros: unwritten positions are masked, but 0 x NaN would not be 0."""
         _, num_heads, _, width = states.shape
-        if states.device.type == "cpu":  # a head's keys lie together: read in one stream
+        if states.device.type == "cpu":  # keys of a head contiguous: one sequential read
             return states.new_zeros(self.num_slots, num_heads, self.max_length, width)
-        # flash-attn's kernel wants a position's heads together
+        # flash-attn's kernel needs the heads of a position contiguous
         return states.new_zeros(self.num_slots, self.max_length, num_heads, width).transpose(1, 2)
 
     def _write_prompts(self, states: torch.Tensor, block: torch.Tensor) -> None:
@@ -155,7 +155,7 @@ def slot_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
-        # A pass may be rounded up to slots that nobody is in, whose lengths mean nothing.
+        # A pass may be rounded up to include empty slots, whose lengths are meaningless.
         cache_seqlens=slot_lengths.clamp(max=key.shape[2]),
         softmax_scale=scaling,
         causal=True,

@@ -36,17 +36,17 @@ from common.models.lora import TrainedWeight
 from common.ranks import distributed
 from common.ranks.zero3 import is_sharded
 
-MAX_SHOWN = 8  # replicas in a line
+MAX_SHOWN = 8  # replicas in a description
 
 
 @dataclass(frozen=True)
 class TPLayout:
-    """The ranks that work together: no communication, only numbers. `tp_size` divides `world_size`."""
+    """Which ranks work together: arithmetic, no communication. `tp_size` divides `world_size`."""
 
     world_size: int
     tp_size: int
     rank: int = 0
-    is_contiguous: bool = False  # neighbours are a tensor-parallel group, not a gather group
+    is_contiguous: bool = False  # adjacent ranks form a tensor-parallel group, not a gather group
 
     @property
     def gather_size(self) -> int:
@@ -194,7 +194,7 @@ def plan_weight(shape: tuple[int, ...], cut: Cut | None, layout: TPLayout) -> We
         route = Route.ROWS if has_its_shards and is_even and cut.ranges == shares else Route.BLOCKS
     elif cut is not None and cut.dim == 1 and shard_size % row_width == 0:
         route = Route.BLOCKS
-    # Cut by rows, a block is a run of elements, wherever in a row a shard may end.
+    # A block of a weight cut by rows is a run of elements, because a shard may end within a row.
     width = 1 if cut is None or cut.dim == 0 else row_width
     return WeightPlan(shape, cut, layout, route, shard_size, width)
 
@@ -204,7 +204,7 @@ def group_by_layers(names: Sequence[str], num_layers: int) -> list[list[str]]:
     layer number.
     """
     groups: list[list[str]] = []
-    layers_in_last = num_layers  # full: what comes next begins a group
+    layers_in_last = num_layers  # full, so the first name starts a group
     numbers = {name: match and match[1] for name in names for match in [re.search(r"\.(\d+)\.", name)]}
     for layer, run in groupby(names, numbers.__getitem__):
         if layer is None or layers_in_last == num_layers:
@@ -230,7 +230,7 @@ class TPGroups:
             self.gather_group = mesh.get_group("replica")
 
 
-# A parameter of the trainer and how it gets to its slices.
+# A parameter of the trainer and the plan of its slices.
 Source = tuple[nn.Parameter, WeightPlan]
 
 
@@ -257,7 +257,7 @@ class Resharder:
         self._groups = groups
         self._sources: dict[str, list[Source]] = {}
         for name, weight in weights.items():
-            of_tensor = [cuts.get(name), None, None]  # the factors of an adapter are never cut
+            of_tensor = [cuts.get(name), None, None]  # an adapter's factors are never cut
             self._sources[name] = [
                 (p, plan_weight(tuple(getattr(p, "ds_shape", p.shape)), cut, layout))
                 for p, cut in zip(weight.tensors(), of_tensor, strict=False)
@@ -283,7 +283,7 @@ class Resharder:
         sent: dict[tuple[bool, torch.dtype], list[int]] = {}
         for index, (parameter, plan) in enumerate(sources):
             is_here = getattr(parameter, "ds_status", None) is ZeroParamStatus.AVAILABLE
-            if is_here or not is_sharded(parameter):  # every rank has all of it at this moment
+            if is_here or not is_sharded(parameter):  # every rank holds the whole weight now
                 whole = parameter.data
                 tp_rank = plan.layout.tp_rank
                 slices[index] = whole if plan.cut is None else plan.cut.take(whole, tp_rank).contiguous()
@@ -312,7 +312,7 @@ class Resharder:
 
     def _exchange_blocks(self, plans: list[WeightPlan], shards: list[torch.Tensor]) -> list[torch.Tensor]:
         slices = [shard.new_empty(plan.local_shape) for plan, shard in zip(plans, shards, strict=True)]
-        outgoing: list[list[torch.Tensor]] = []  # by rank, weight after weight
+        outgoing: list[list[torch.Tensor]] = []  # by rank, in the order of the weights
         incoming: list[list[torch.Tensor]] = []
         for rank in range(self._layout.world_size):
             outgoing.append([b for p, x in zip(plans, shards, strict=True) for b in p.blocks_to(rank, x)])
@@ -340,7 +340,7 @@ def _flat_buffer(blocks: list[list[torch.Tensor]], like: torch.Tensor) -> tuple[
 def _parts_of(
     buffer: torch.Tensor, blocks: list[list[torch.Tensor]]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (its part of the flat buffer, block) for every block, rank by rank."""
+    """Yield (part of the flat buffer, block) for every block, rank by rank."""
     flat = [block for rank_blocks in blocks for block in rank_blocks]
     for part, block in zip(buffer.split([block.numel() for block in flat]), flat, strict=True):
         yield part.view(block.shape), block

@@ -33,7 +33,7 @@ class Cut:
     """The part of one parameter that each tensor-parallel rank holds."""
 
     dim: int  # the dimension that is cut (of the parameter as stored, Conv1D too)
-    ranges: tuple[tuple[tuple[int, int], ...], ...]  # [tp_rank] -> (start, stop) along dim, laid end to end
+    ranges: tuple[tuple[tuple[int, int], ...], ...]  # [tp_rank] -> (start, stop) along dim, in order
 
     def take(self, tensor: torch.Tensor, tp_rank: int) -> torch.Tensor:
         """A rank's part of the whole `tensor`: a view if it is contiguous, else a new tensor."""
@@ -51,7 +51,7 @@ class Part:
 
     size: int
     unit: int = 1
-    holds: str = "neurons"  # for messages: what a unit is
+    holds: str = "neurons"  # name of the units in messages
     may_repeat: bool = False
 
     @property
@@ -60,11 +60,11 @@ class Part:
         return self.size // self.unit
 
     def fits(self, tp_size: int) -> bool:
-        """Whether the units can be distributed to so many ranks."""
+        """Whether the units can be distributed over `tp_size` ranks."""
         return self.count % tp_size == 0 or (self.may_repeat and tp_size % self.count == 0)
 
     def range(self, tp_rank: int, tp_size: int) -> tuple[int, int]:
-        """The rank's index range, counted from the beginning of the part."""
+        """The rank's index range, relative to the start of the part."""
         start = tp_rank * self.count // tp_size * self.unit
         return start, start + max(self.count // tp_size, 1) * self.unit
 
@@ -74,7 +74,7 @@ Parts = tuple[Part, ...]
 
 @dataclass(frozen=True)
 class Column:
-    """Cuts a Linear's outputs, weight and bias alike; without parts, neuron by neuron."""
+    """Cuts a Linear's outputs, in weight and bias; without parts, the unit is one neuron."""
 
     parts: Parts = ()
 
@@ -87,7 +87,7 @@ class Row:
 
 
 Style = Column | Row
-Plan = dict[str, Style]  # by module name below the base model, `*` standing for a layer's number
+Plan = dict[str, Style]  # by module name within the base model; `*` matches a layer's number
 PlanMaker = Callable[[Any], Plan]  # of a configuration
 
 PLANS: dict[str, PlanMaker] = {}
@@ -221,12 +221,12 @@ def plan_of(config: Any) -> Plan:
             for pattern, style in source.items()
             if not style.startswith("replicated")
         }
-    except RuntimeError as error:  # transformers says so where layers differ in their heads, as in Gemma 4
+    except RuntimeError as error:  # transformers raises it if layers differ in their heads, as in Gemma 4
         raise NoPlan(f"the layers of the family {config.model_type!r} differ in their heads") from error
 
 
 def derive_style(config: Any, pattern: str, style: str) -> Style:
-    """Style of an entry of transformers' base_model_tp_plan. Raises NoPlan where it is ambiguous."""
+    """Style of an entry of transformers' base_model_tp_plan. Raises NoPlan if it is ambiguous."""
     num_heads, num_kv_heads, head_dim = head_counts(config)
     queries = (Part(num_heads * head_dim, head_dim, HEADS),)
     keys = (Part(num_kv_heads * head_dim, head_dim, KEY_VALUE_HEADS, may_repeat=True),)
@@ -255,7 +255,7 @@ def all_heads(config: Any, per_head: int = 1) -> Parts:
 
 
 def interleaved_heads(config: Any) -> Parts:
-    """The part of query, key and value side by side, head by head."""
+    """One part of a fused projection whose query, key and value are interleaved head by head."""
     if config.model_type == "bloom" and config.slow_but_exact and config.pretraining_tp > 1:
         raise NoPlan("a BLOOM whose config says slow_but_exact multiplies slices of its whole weights")
     return all_heads(config, per_head=3)
@@ -276,8 +276,8 @@ def falcon_heads(config: Any) -> Parts:
 _QKV = ("q_proj", "k_proj", "v_proj")
 _FUSED = ("query_key_value",)
 _MLP_4H = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
-# family: (layer, attention, its projections to queries, keys and values, what each of them holds, its output
-# projection, the MLP's first Linear, its last)
+# family: (layers, attention, its query, key and value projections, the parts of each, its output projection,
+# the MLP's first Linear, its last)
 _FAMILIES: dict[str, tuple[str, str, tuple[str, ...], Callable[[Any], Parts], str, str, str]] = {
     "opt": ("decoder.layers.*", "self_attn", _QKV, all_heads, "out_proj", "fc1", "fc2"),
     "gpt2": (

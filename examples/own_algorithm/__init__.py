@@ -1,1 +1,1 @@
-"""An advantage estimator of your own."""
+"""Your own advantage estimator."""

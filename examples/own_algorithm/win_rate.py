@@ -1,5 +1,4 @@
-"""An algorithm of your own: the advantage is the fraction of the other responses to its prompt that a
-response beats.
+"""Your own algorithm: the advantage of a response compares it with each other response to its prompt.
 
 # b responses of this rank
 """
@@ -20,9 +19,9 @@ from step3_ppo.arguments import PPOArguments
 @register_algorithm("win_rate", needs_group=True, kl_in="loss", ignores=("gamma", "gae_lambda"))
 @torch.no_grad()
 def add_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> PackedBatch:
-    """Return the batch with (won - lost) / others on every token of a response, from -1 to 1.
+    """The batch with (won - lost) / others on every token of a response, from -1 to 1.
 
-    Only the order of scores counts, so no scale of a reward can blow an update up.
+    Only the order of scores counts, so the scale of a reward cannot blow up an update.
     """
     scores = shaped_scores(batch, args)  # (b,)
     group_ids = batch.numbers("group_ids")

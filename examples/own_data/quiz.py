@@ -1,4 +1,4 @@
-"""A data set in its own format: a line is `question | right answer | wrong answer`."""
+"""A data set in its own format: each line is `question | right answer | wrong answer`."""
 
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,11 @@ COLUMNS = ("question", "right", "wrong")
 
 @register_dataset("quiz")
 class Quiz(Adapter):
-    """Questions with a right and a wrong answer: serves all three steps."""
+    """Questions with a right and a wrong answer, for all three steps."""
 
     def load(self) -> tuple[list[dict[str, Any]], None]:
-        """Return rows to train on, and rows held out (None: --eval_fraction takes some of the others)."""
-        named = Path(self.source)  # what stands behind the class: examples.own_data.quiz:Quiz:more.txt
+        """Rows to train on, and held-out rows (None: --eval_fraction of the rows are held out)."""
+        named = Path(self.source)  # the part after the class, as in examples.own_data.quiz:Quiz:more.txt
         path = named if named.suffix == ".txt" else Path(__file__).with_name("quiz.txt")
         lines = path.read_text().splitlines()
         return [dict(zip(COLUMNS, line.split(" | "), strict=False)) for line in lines if line], None
@@ -24,13 +24,13 @@ class Quiz(Adapter):
         return COLUMNS
 
     def get_prompt(self, row: dict[str, Any]) -> str:
-        """Return the question."""
+        """The question."""
         return row["question"]
 
     def get_chosen(self, row: dict[str, Any]) -> str:
-        """Return the answer that step 1 learns and step 2 prefers."""
+        """The answer that step 1 trains on and step 2 prefers."""
         return row["right"]
 
     def get_rejected(self, row: dict[str, Any]) -> str:
-        """Return the other answer."""
+        """The other answer."""
         return row["wrong"]

@@ -1,6 +1,6 @@
 """`--reward classifier:PATH[:LABEL]`: the logit of one label of a sequence classifier, which reads the text.
 
-It has its own tokenizer, so it need not know the actor's vocabulary: a sentiment or toxicity model, a reward
+It has its own tokenizer and need not share the actor's vocabulary: a sentiment or toxicity model, a reward
 model of another family.
 
 # B texts, T tokens of the longest, L labels
@@ -19,7 +19,7 @@ from common.ranks import distributed
 from common.ranks.failures import first_line
 from step3_ppo.rewards.text_rewards import Answers, Checked, TextReward, checked_scores
 
-_ENDLESS_TOKENS = 10**9  # tokenizers without a limit say 10^30
+_ENDLESS_TOKENS = 10**9  # tokenizers without a limit report 10^30
 
 
 class ClassifierReward(TextReward):
@@ -32,12 +32,12 @@ class ClassifierReward(TextReward):
         super().__init__(f"classifier:{target}", args)
         trust = args.trust_remote_code
         path, self.tokenizer, self.label_index = load_parts(target, trust_remote_code=trust)
-        self.tokenizer.truncation_side = "left"  # the end of the answer is what is judged
+        self.tokenizer.truncation_side = "left"  # keep the end of the response
         dtype = DTYPES[distributed.dtype_name(args.dtype)]
         model = load_weights(AutoModelForSequenceClassification, path, dtype=dtype, trust_remote_code=trust)
         self.model = model.requires_grad_(False).to(distributed.device()).eval()
         self.max_tokens = _max_tokens(self.model, self.tokenizer)
-        # A decoder is read at the last token that is not PAD; one that has no PAD gets one text at a time.
+        # A decoder is scored at the last token that is not PAD; without a PAD token, one text per pass.
         own_pad_id = self.model.config.get_text_config().pad_token_id
         has_pad = own_pad_id is not None and own_pad_id >= 0
         self.pad_id, self.rows_per_pass = (own_pad_id, args.reward_batch_size) if has_pad else (0, 1)
@@ -52,14 +52,14 @@ class ClassifierReward(TextReward):
         texts = [prompt + response for prompt, response in zip(batch.prompts, batch.responses, strict=True)]
         limit = {"truncation": True, "max_length": self.max_tokens} if self.max_tokens else {}
         rows = self.tokenizer(texts, **limit)["input_ids"]
-        rows = [row or [self.tokenizer.eos_token_id or 0] for row in rows]  # no model reads nothing
+        rows = [row or [self.tokenizer.eos_token_id or 0] for row in rows]  # at least one token
         return checked_scores(score_by_length(rows, self.rows_per_pass, self._score_rows), batch)
 
     def _score_rows(self, rows: list[list[int]]) -> list[float]:
-        input_ids, is_token = pad_rows(rows, self.pad_id)  # (B, T), on the right: positions count from 0
+        input_ids, is_token = pad_rows(rows, self.pad_id)  # (B, T), right-padded: positions start at 0
         device = self.model.device
         inputs = {"input_ids": input_ids.to(device), "attention_mask": is_token.long().to(device)}
-        return self.model(**inputs).logits[:, self.label_index].float().tolist()  # of (B, L)
+        return self.model(**inputs).logits[:, self.label_index].float().tolist()  # logits (B, L)
 
 
 def load_parts(target: str, *, trust_remote_code: bool = False) -> tuple[str, Any, int]:
@@ -87,14 +87,14 @@ def load_parts(target: str, *, trust_remote_code: bool = False) -> tuple[str, An
             f"{flag}: {path} is a {kind}, not a sequence classifier; give a model that was saved from "
             "AutoModelForSequenceClassification"
         )
-    if getattr(config, POOLING, "last") != "last":  # transformers knows no other
+    if getattr(config, POOLING, "last") != "last":  # transformers has no other pooling
         raise ValueError(
             f"{flag}: {path} is a reward model of --reward_pooling {getattr(config, POOLING)}, which a "
             f"classifier's logit at the last token is not; give --reward model:{path}"
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what a configuration alone makes
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):  # created from a configuration only
             raise ValueError("its vocabulary is empty")
     except Exception as error:  # transformers raises OSError, KeyError, TypeError ... by what is missing
         raise ValueError(
@@ -117,6 +117,6 @@ def _max_tokens(model: Any, tokenizer: Any) -> int | None:
     config = model.config.get_text_config()
     num_positions = getattr(config, "max_position_embeddings", None)
     if num_positions and any(hasattr(m, "create_position_ids_from_input_ids") for m in model.modules()):
-        num_positions -= (config.pad_token_id or 0) + 1  # RoBERTa counts positions from PAD + 1 on
+        num_positions -= (config.pad_token_id or 0) + 1  # RoBERTa's positions start at PAD + 1
     limits = (num_positions, tokenizer.model_max_length)
     return min((limit for limit in limits if limit and 0 < limit < _ENDLESS_TOKENS), default=None)

@@ -3,9 +3,9 @@
     def polite(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]:
         return [float("please" in response.lower()) for response in responses]
 
-It is called for one batch after another in a thread of this process, which cannot be ended when it hangs; or,
-with --reward_processes, in processes of their own, which can, and in their main thread (`serve`: this file as
-a program, without torch). An `async def` is run for each batch in an event loop of its own.
+It is called batch by batch in a thread of this process, which cannot be ended if it hangs; or, with
+--reward_processes, in the main thread of worker processes, which can (`serve`: this file as a program,
+without torch). An `async def` runs in a new event loop for each batch.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ class Worker:
 
     def __init__(self, target: str) -> None:
         self.target = target
-        self._start()  # now: it gets ready while the models load
+        self._start()  # early, so that it gets ready while the models load
 
     def _start(self) -> None:
         self._connection, theirs = multiprocessing.Pipe()
@@ -106,7 +106,7 @@ class Worker:
         if self._process.poll() is not None:
             self._start()
         try:
-            self._connection.recv()  # that it is ready
+            self._connection.recv()  # "ready"
             self._connection.send(batch)
             if not self._connection.poll(timeout_seconds):
                 self.end()
@@ -122,8 +122,8 @@ class Worker:
         return answer
 
     def end(self) -> int:
-        """End the process and return its exit code; a waiting caller is told that it died."""
-        self._process.kill()  # nothing, to a process that has died
+        """End the process and return its exit code; a waiting caller gets a RewardError."""
+        self._process.kill()  # no effect on a dead process
         return self._process.wait()
 
 
@@ -145,7 +145,7 @@ def import_function(target: str) -> Callable[..., Any]:
             f"{flag}: {name} cannot be called with three lists ({error}); define a function "
             f"{name}(prompts, responses, rows)"
         ) from error
-    except ValueError:  # some functions written in C do not tell
+    except ValueError:  # some functions written in C have no signature
         pass
     return function
 
@@ -156,27 +156,27 @@ def call(function: Callable[..., Any], batch: Answers) -> Checked:
     Raises RaisedError.
     """
     try:
-        # Copies: it may empty or change what it gets, and other rewards read the same rows.
+        # Copies, because the function may change its arguments, and other rewards read the same rows.
         values = function(list(batch.prompts), list(batch.responses), copy.deepcopy(batch.rows))
         if inspect.iscoroutine(values):
             values = asyncio.run(values)
-        return checked_scores(values, batch)  # which runs a function that yields its scores
-    except BaseException as error:  # pytest's `fail` is no Exception; Ctrl-C is not raised in this thread
+        return checked_scores(values, batch)  # also runs a generator
+    except BaseException as error:  # pytest's `fail` is not an Exception; Ctrl-C is not raised here
         what = describe_error(error)
         raise RaisedError(f"raised {what}; return 0.0 for responses that it cannot score") from error
 
 
-# ---- a process of --reward_processes
+# ---- worker process of --reward_processes
 
 
 def serve(connection: Connection, target: str) -> None:
-    """Report that the function is ready and answer a batch with its scores or a RaisedError; repeat until
+    """Report that the function is ready and reply to a batch with its scores or a RaisedError; repeat until
     killed.
 
     Nothing of the run is imported, so the process starts quickly and sees no GPU unless the function uses
     one. The function runs in the main thread, which some libraries need for their time limits.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the program's, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the program, which then ends this process
     asked: queue.SimpleQueue[Answers] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, asked), daemon=True).start()
     module_name, _, name = target.partition(":")

@@ -1,8 +1,8 @@
 """`--reward http://HOST:PORT/PATH`: scores from a server. Does not import torch.
 
-POST {"prompts": [...], "responses": [...], "rows": [...]} is answered by {"scores": [...]};
-serving/reward_server.py is such a server. Of an answer nothing but the numbers is used. A token of the
-environment (access_token.py) goes with every request.
+POST {"prompts": [...], "responses": [...], "rows": [...]} returns {"scores": [...]};
+serving/reward_server.py is such a server. Only the numbers of a reply are used. A token from the environment
+(access_token.py) is sent with every request.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ from step3_ppo.rewards.text_rewards import (
     quoted,
 )
 
-MAX_CONNECTIONS = 8  # batches that are under way at the same time
-NUM_TRIES, BACKOFF_SECONDS = 4, 1.0  # the pause behind a try doubles each time
-PASSING = (408, 429)  # statuses below 500 that say: too slow, too many requests
+MAX_CONNECTIONS = 8  # concurrent batches
+NUM_TRIES, BACKOFF_SECONDS = 4, 1.0  # the pause after a try doubles each time
+PASSING = (408, 429)  # retried statuses below 500: timeout, too many requests
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-# A score takes some 20 bytes; the rest leaves room for an error's page, of which the beginning is shown.
+# A score takes about 20 bytes; the rest leaves room for an error page, whose beginning is shown.
 _ANSWER_BYTES = 2**20
 _SCORE_BYTES = 256
 _EXPECTED = 'a server must answer {"scores": [...]} with one number for each response'
@@ -43,16 +43,16 @@ class JsonClient:
         self.url = url
         self.timeout_seconds = timeout_seconds
         self.variable = variable
-        # No compressed answers: a small one could unfold into a large one.
+        # No compressed replies: a small one could decompress to a large one.
         headers = {"accept-encoding": "identity", "content-type": "application/json"}
         if token:
             headers["authorization"] = f"Bearer {token}"
         self._options = {
             "timeout": timeout_seconds,
-            "trust_env": urlsplit(url).hostname not in _LOOPBACK,  # a proxy knows no way to this machine
+            "trust_env": urlsplit(url).hostname not in _LOOPBACK,  # a proxy cannot reach this machine
             "headers": headers,
-            "follow_redirects": False,  # the texts, and the token, are for the server that --reward names
-            "verify": httpx.create_ssl_context(),  # which takes long to make
+            "follow_redirects": False,  # texts and token are only for the server of --reward
+            "verify": httpx.create_ssl_context(),  # slow to create, so only once
         }
 
     def ask(self, content: Any, *, path: str = "", max_bytes: int = _ANSWER_BYTES) -> str:
@@ -89,21 +89,21 @@ class JsonClient:
         the server sends; httpx.RequestError; RewardError if the response exceeds `max_bytes`.
         """
         data = bytearray()
-        # httpx's own JSON refuses a NaN, or half of an emoji, of a row.
+        # httpx's own JSON encoder rejects a NaN or a lone surrogate in a row.
         body = {} if content is None else {"content": json.dumps(content)}
         async with (
             asyncio.timeout(self.timeout_seconds),
             httpx.AsyncClient(**self._options) as client,
             client.stream("POST" if body else "GET", self.url + path, **body) as answer,
         ):
-            async for part in answer.aiter_raw():  # a compressed one stays as it is, and is no JSON
+            async for part in answer.aiter_raw():  # not decompressed: a compressed reply is not JSON
                 data += part
                 if len(data) > max_bytes:
                     raise RewardError(f"its answer has more than {max_bytes} bytes")
         return answer.status_code, answer.headers.get("location", ""), data.decode("utf-8", "replace")
 
     def _cure(self, status: int, location: str) -> str:
-        """What the user can do about an error status."""
+        """The cure for an error status, for messages."""
         if location:
             return f"it sends us on to {quoted(location)}; give that address to --reward, if you trust it"
         if status in (401, 403):

@@ -1,9 +1,9 @@
 """`--reward judge:URL[:MODEL][#TEMPLATE_FILE]`: an LLM behind OpenAI's chat API scores responses, and
 compares two. Does not import torch.
 
-URL is where the protocol begins, as in http://127.0.0.1:8000/v1. A template file says what the judge is asked
-and how its reply is read, see `read_template`. It is asked at temperature 0 with the run's seed, and the same
-question once (LLM-as-a-judge, arXiv:2306.05685).
+URL is the base of the API, as in http://127.0.0.1:8000/v1. A template file has the question to the judge and
+the format of its reply, see `read_template`. Requests have temperature 0 and the run's seed; equal questions
+are sent once (LLM-as-a-judge, arXiv:2306.05685).
 """
 
 import hashlib
@@ -29,10 +29,10 @@ from step3_ppo.rewards.text_rewards import (
     read_number,
 )
 
-MAX_REQUESTS = 64  # that are under way at the same time, however large --reward_batch_size is
+MAX_REQUESTS = 64  # concurrent, for any --reward_batch_size
 DEFAULT_TEMPLATE = Path(__file__).with_name("judge_template.txt")
 LAST_NUMBER = r"(-?\d+(?:\.\d+)?)"
-FIELDS = {"score": ("prompt", "answer"), "pair": ("prompt", "first", "second")}  # of a template's parts
+FIELDS = {"score": ("prompt", "answer"), "pair": ("prompt", "first", "second")}  # of a template, by part
 _VERDICTS = {"A": 1, "B": -1, "C": 0}
 COSTS = ("calls", "cached", "prompt_tokens", "completion_tokens", "seconds")
 _HEAD = ("range", "pattern", "max_tokens")
@@ -44,9 +44,9 @@ class JudgeTemplate:
 
     score: str  # with {prompt} and {answer}
     pair: str  # with {prompt}, {first} and {second}
-    low: float  # a score outside is clipped
+    low: float  # scores are clipped to [low, high]
     high: float
-    pattern: re.Pattern[str] = re.compile(LAST_NUMBER)  # its group in its last match is the score
+    pattern: re.Pattern[str] = re.compile(LAST_NUMBER)  # the group of its last match is the score
     max_tokens: int = 0  # of a reply; 0: the server's limit
 
     def read_score(self, reply: str) -> float:
@@ -75,7 +75,7 @@ def read_verdict(reply: str) -> int:
 
 
 def fill(template: str, **texts: str) -> str:
-    """The template with the texts inserted for their names; placeholders within a text are left alone."""
+    """The template with the texts inserted for their names; placeholders inside a text are not filled."""
     return re.sub(r"\{(\w+)\}", lambda match: texts.get(match[1], match[0]), template)
 
 
@@ -155,15 +155,15 @@ def split_target(target: str) -> tuple[str, str, str]:
 
 
 class JudgeReward(TextReward):
-    """A reward from an LLM that is asked about each response separately."""
+    """A reward from an LLM that scores each response in a separate request."""
 
     def __init__(self, target: str, args: Any) -> None:
         """Read the template; nothing is sent yet. Raises ValueError, see `read_template`, `judge_token`."""
         url, self._model, path = split_target(target)
         super().__init__(f"judge:{target}", args, num_threads=min(args.reward_batch_size, MAX_REQUESTS))
         self.template = read_template(path)
-        self.costs: Counter[str] = Counter()  # by COSTS, since they were gathered last
-        self._known: dict[bytes, float] = {}  # what was read of a reply, by the question
+        self.costs: Counter[str] = Counter()  # by names in COSTS, since the last gathering
+        self._known: dict[bytes, float] = {}  # number read from a reply, by hash of the question
         self._client = JsonClient(url, args.reward_timeout_seconds, JUDGE_VARIABLE, judge_token())
         self._lock = threading.Lock()
 
@@ -183,7 +183,7 @@ class JudgeReward(TextReward):
     def prefer(self, prompts: Sequence[str], responses: Sequence[str], others: Sequence[str]) -> list[float]:
         """Preference for each response: 1 if the judge prefers it in both orders, 0 if the other, else 0.5.
 
-        NaN for a failure that --reward_on_error tolerates. Equal responses tie without a question. Raises
+        NaN for a failure that --reward_on_error tolerates. Equal responses tie without a request. Raises
         RewardError.
         """
         return list(self._side_by_side(self._prefer, prompts, responses, others))
@@ -208,7 +208,7 @@ class JudgeReward(TextReward):
         return fill(self.template.score, prompt=one.prompts[0], answer=one.responses[0])
 
     def _judge(self, question: str, read: Callable[[str], float]) -> float:
-        """Number read from the judge's reply; a question that was answered before is not asked again."""
+        """Number read from the judge's reply, cached by question."""
         key = hashlib.blake2b(question.encode("utf-8", "replace"), digest_size=16).digest()
         if key in self._known:
             self._count(cached=1)
@@ -232,7 +232,7 @@ class JudgeReward(TextReward):
         return value
 
     def _find_model(self) -> str:
-        """Name of the model; asks the server if the flag has none. Raises RewardError."""
+        """Name of the model, requested from the server if the flag has none. Raises RewardError."""
         with self._lock:
             if not self._model:
                 answer = self._client.ask(None, path="/models")

@@ -31,12 +31,12 @@ FORMS = {
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """One entry of `--reward`; `target` is what follows the kind, for http the whole address."""
+    """One entry of `--reward`; `target` is the part after the kind, for http the whole address."""
 
     kind: str  # a key of FORMS
     target: str
-    weight: float  # 0: its scores are logged and count nothing
-    name: str  # under which its scores are logged, such as `function_polite_2`
+    weight: float  # 0: its scores are only logged
+    name: str  # log name of its scores, such as `function_polite_2`
 
 
 def parse_rewards(texts: Sequence[str], *, has_teacher: bool = False) -> list[RewardSpec]:
@@ -68,7 +68,7 @@ def parse_reward(text: str, taken: set[str]) -> RewardSpec:
     target, or a judge without an address.
     """
     head, _, target = text.strip().partition(":")
-    weight_text, star, kind = head.rpartition("*")  # a * behind the kind belongs to a path
+    weight_text, star, kind = head.rpartition("*")  # a * after the kind belongs to a path
     kind = kind.strip()
     target = target.strip()
     if kind in ("http", "https"):
@@ -109,7 +109,7 @@ def _names_something(kind: str, target: str) -> bool:
     target = split_target(target)[0] if kind == "judge" else target
     try:
         return bool(urlsplit(target).hostname) and urlsplit(target).port != 0
-    except ValueError:  # a port that is no number
+    except ValueError:  # a port that is not a number
         return False
 
 

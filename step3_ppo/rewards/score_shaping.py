@@ -40,8 +40,8 @@ def shape_scores(
     args: Any,
     reduce_sum: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Scores (B,) fp32 after, in this order: whitening, clipping, --truncated_score for cut responses,
-    and the two length terms; `args` are the flags of step 3.
+    """Scores (B,) fp32 after, in this order: whitening, clipping, --truncated_score for truncated
+    responses, and the two length terms; `args` are the flags of step 3.
 
     The length terms come after clipping, so that they also act on responses at the clip. scores,
     response_lengths, is_finished, group_ids (B,), groups whole. `reduce_sum` sums a float64 vector over ranks

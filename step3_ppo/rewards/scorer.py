@@ -28,20 +28,20 @@ class Scorer:
     specs: Sequence[RewardSpec]
     texts: dict[str, TextReward] = field(default_factory=dict)  # by the spec's name
     decode: Callable[[torch.Tensor], str] | None = None
-    environments: Environments | None = None  # their scores are in the batches already
+    environments: Environments | None = None  # their scores are already in the batches
     bias: float = 0.0  # added to the sum
     on_error: str = "refuse"  # --reward_on_error
     default_score: float = 0.0  # of a response without a score, under "default"
-    first_failure: str = field(default="", init=False)  # of all ranks, of the last scores
+    first_failure: str = field(default="", init=False)  # of the last scores of all ranks
     costs: dict[str, float] = field(default_factory=dict, init=False)  # of all ranks' judges, not logged yet
-    _pending: "PendingScores | None" = field(default=None, init=False)  # the last that were started
+    _pending: "PendingScores | None" = field(default=None, init=False)  # the scores started last
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """State for a resumed run."""
         return {"costs": self.costs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state."""
+        """Restore a saved state."""
         self.costs = state["costs"]
 
     @property
@@ -60,7 +60,7 @@ class Scorer:
             return PendingScores(self, batches, None)
         with watchdog.phase("the texts of the responses", clock="reward"):
             if self._pending:
-                self._pending.join()  # of a step that another role skipped: one batch at a time
+                self._pending.join()  # of a skipped step; rewards are not called concurrently
             self._pending = PendingScores(self, batches, self._read(batches, texts))
         return self._pending
 
@@ -153,7 +153,7 @@ class Scorer:
 
 
 class PendingScores:
-    """Scores of batches that have been started; `wait` returns them."""
+    """Scores of batches in the background; `wait` returns them."""
 
     def __init__(self, scorer: Scorer, batches: Sequence[PackedBatch], answers: Answers | None) -> None:
         """`answers` are the texts of the batches, for rewards that read text; None without such rewards."""
@@ -169,7 +169,7 @@ class PendingScores:
         reward's}; {} without rewards. `models` are the Reward roles by name.
 
         Every rank must call this with the same number of batches. Raises StepRefused, naming the reward, if a
-        reward that reads text does not give a finite number per response. Where failures are tolerated,
+        reward that reads text does not give a finite number per response. If failures are tolerated,
         "score/NAME" is NaN for such a response, which counts as the default, or 0, in the sum; see `counts`.
         """
         scores = {name: model.score(self.batches) for name, model in models.items()}
@@ -201,7 +201,7 @@ class PendingScores:
                 raise RewardError(environments.first_failure)
             if not self._thread:
                 return {}
-            # After the thread's start: on the device, which a thread would take from the other roles.
+            # Rewards on the device are scored here, since a thread would compete with the other roles.
             return self._score_texts(on_device=True) | self._thread.result()
         except RewardError as error:
             raise StepRefused(str(error)) from error

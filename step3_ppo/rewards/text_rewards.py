@@ -1,7 +1,7 @@
 """Base of rewards that read text: prompts and responses in, one number each out. Does not import torch.
 
-`function_reward`, `classifier_reward`, `http_reward`, `judge_reward` hold such rewards; what they give goes
-through `checked_scores`, so that a wrong count or a NaN ends the run where it arose and not in a loss.
+`function_reward`, `classifier_reward`, `http_reward`, `judge_reward` define such rewards; their results pass
+through `checked_scores`, so that a wrong count or a NaN is an error at its source and not in a loss.
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import Any
 from common.flags.problems import is_usable
 
 SHOWN_CHARACTERS = 100  # of a text in a message
-Checked = tuple[list[float], str]  # a batch's scores, and what is wrong with them ("")
+Checked = tuple[list[float], str]  # a batch's scores, and their error ("" without one)
 
 
 class RewardError(Exception):
@@ -32,7 +32,7 @@ class Answers:
 
     prompts: list[str]  # the prompt's text as the model saw it
     responses: list[str]  # special tokens removed
-    rows: list[dict]  # fields of the data set's row, {} where there are none
+    rows: list[dict]  # fields of the data set's row, {} if there are none
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -51,13 +51,13 @@ class Answers:
 class TextReward:
     """Scores responses by their text, a batch at a time; subclasses define `ask`."""
 
-    is_on_device = False  # asked in a row with the models, and not beside them
+    is_on_device = False  # scored after the reward models, not concurrently
 
     def __init__(self, name: str, args: Any, *, num_threads: int = 1) -> None:
         """`args` are the flags of step 3; `num_threads` batches are scored concurrently."""
         self.name, self.args = name, args
         self.bears_failures = args.reward_on_error != "refuse"
-        self.first_failure = ""  # that was borne; who asks empties it
+        self.first_failure = ""  # the first tolerated one; the caller clears it
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name) if num_threads > 1 else None
 
     def ask(self, batch: Answers) -> Checked:
@@ -105,7 +105,7 @@ def in_daemon(work: Callable[[], Any], name: str) -> Future[Any]:
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # handed over, and raised where it is waited for
+        except BaseException as error:  # raised by the future's result()
             future.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
@@ -113,7 +113,7 @@ def in_daemon(work: Callable[[], Any], name: str) -> Future[Any]:
 
 
 def describe_error(error: BaseException) -> str:
-    """An exception's class and text, long ones cut in the middle; the class alone if its text raises."""
+    """An exception's class and text, long ones cut in the middle; only the class if its text raises."""
     return cut_middle(traceback.format_exception_only(error)[-1].strip(), 10 * SHOWN_CHARACTERS)
 
 
@@ -128,15 +128,15 @@ def cut_middle(text: str, limit: int) -> str:
 
 
 def checked_scores(values: Any, answers: Answers) -> Checked:
-    """One float per response from the return value of a reward, and a description of what is wrong with it
-    ("").
+    """One float per response from the return value of a reward, and a description of its error, "" without
+    one.
 
     `values` is a list, an array or a tensor of one dimension; True and False count as 1 and 0. Values that
     are not finite in fp32 (None, infinity, a text) become NaN; all do if the number of values is wrong.
     """
-    if hasattr(values, "tolist"):  # an array or a tensor: one copy, not one for each element
+    if hasattr(values, "tolist"):  # an array or a tensor: one copy, not one per element
         values = values.tolist()
-    # The keys of a mapping and the order of a set would make scores of the right count and no sense.
+    # A mapping's keys, or a set in its order, could be the right number of meaningless scores.
     is_list = isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping | Set)
     given = list(values) if is_list else []
     if not is_list or len(given) != len(answers):

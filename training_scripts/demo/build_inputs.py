@@ -1,17 +1,18 @@
-"""Build the demo's inputs: composed conversations, or real human ones; no model hub is asked.
+"""Build the demo's inputs: composed conversations, or real human ones; needs no model hub.
 
     python training_scripts/demo/build_inputs.py OUTPUT_DIR [--data human]
 
-writes, always the same for one --seed:
+writes, deterministically for a --seed:
 
     sft/{train,eval}.jsonl      {"prompt": "\\n\\nHuman: ...\\n\\nAssistant:", "answer": ...}
-    pairs/{train,eval}.jsonl    {"prompt", "chosen", "rejected"}: a kind reply, and one that is curt or misses
-                                the topic; of humans two of like length, the one more positive by VADER chosen
+    pairs/{train,eval}.jsonl    {"prompt", "chosen", "rejected"}: a kind reply, and one with a flaw, such as
+                                curt or off topic; human: two of similar length, by VADER the more positive
+                                one chosen
     prompts/{train,eval}.jsonl  {"prompt"}
     base/                       byte-level BPE tokenizer and a small Llama-style model with random weights
 
-A turn is one message and the reply to it. Composed ones: `composed.py`; train and eval share no phrase of a
-message. Human ones: the chitchat-dataset package (PyPI, MIT); train and eval share no conversation. VADER:
+A turn is one message and the reply to it. Composed turns: `composed.py`; train and eval share no phrase of a
+message. Human turns: the chitchat-dataset package (PyPI, MIT); train and eval share no conversation. VADER:
 Hutto and Gilbert 2014 (vaderSentiment, PyPI, MIT).
 """
 
@@ -38,14 +39,14 @@ from training_scripts.demo import composed
 
 NUM_COMPOSED = {"train": 24000, "eval": 1200}  # turns
 EVAL_FRACTION = 0.05  # of the conversations
-MAX_WORDS = 20  # of a message, and of a reply: longer turns are left out
-MAX_TURN_TOKENS = 48  # a "word" may be 90 letters, and a batch pads to its longest
-MIN_GAP = 0.5  # least difference of the two VADER scores of a pair
-LENGTH_TOLERANCE = 1  # greatest difference in tokens of a pair's two replies
-MAX_CANDIDATES = 16  # waiting replies one reply is compared with; bounds the search, seldom reached
-VOCAB_SIZE = 2048  # of the tokenizer, its two special tokens included
+MAX_WORDS = 20  # of a message or a reply; longer turns are left out
+MAX_TURN_TOKENS = 48  # a "word" may have 90 letters, and a batch is padded to its longest row
+MIN_GAP = 0.5  # minimum difference of a pair's VADER scores
+LENGTH_TOLERANCE = 1  # maximum difference of a pair's lengths in tokens
+MAX_CANDIDATES = 16  # waiting replies that a reply is compared with: bounds the search, rarely reached
+VOCAB_SIZE = 2048  # of the tokenizer, including its two special tokens
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"
-# GPT-2's own pattern, after the dialogue's markers: each of these becomes one token instead of four.
+# GPT-2's pattern after the dialogue's markers, each of which thus becomes one token instead of four.
 _PIECES = (
     r"\n\n(?:Human|Assistant):"
     r"|'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -68,7 +69,7 @@ def load_conversations() -> list[tuple[str, ...]]:
     """Every distinct conversation of chitchat-dataset in its stored order, with normalised white space."""
     import chitchat_dataset
 
-    conversations = {}  # a dict keeps the order; the same conversation in train and eval would leak
+    conversations = {}  # a dict, for the order; a conversation in both train and eval would leak
     for messages in chitchat_dataset.ConversationDataset():
         normalised = (" ".join(message.split()) for message in messages)
         conversations[tuple(filter(None, normalised))] = None
@@ -84,7 +85,7 @@ def turns_of(conversations: Iterable[tuple[str, ...]]) -> list[Turn]:
 
 
 def split_by_conversation(seed: int) -> dict[str, list[Turn]]:
-    """`train` and `eval` turns, shuffled; conversations are split as a whole: no eval text is trained on."""
+    """Shuffled `train` and `eval` turns; conversations are split as a whole: no eval text is trained on."""
     conversations = load_conversations()
     rng = random.Random(seed)
     rng.shuffle(conversations)
@@ -174,7 +175,7 @@ def pair_by_sentiment(
     waiting: dict[int, deque[int]] = defaultdict(lambda: deque(maxlen=MAX_CANDIDATES))
     pairs: list[tuple[int, int, int]] = []
     for index in order:
-        # Lengths within one class differ by LENGTH_TOLERANCE at most.
+        # Lengths within a class differ by at most LENGTH_TOLERANCE.
         class_waiting = waiting[lengths[index] // (LENGTH_TOLERANCE + 1)]
         other = next((i for i in class_waiting if abs(scores[index] - scores[i]) >= MIN_GAP), None)
         if other is None:
@@ -193,7 +194,7 @@ def build_pairs(
     turns: list[Turn], num_pairs: int, tokenizer: PreTrainedTokenizerFast, seed: int
 ) -> list[dict[str, str]]:
     """Rows of preference pairs."""
-    # A third of the replies waits in vain for a partner; only what is needed is scored, VADER is slow.
+    # A third of the replies find no partner. VADER is slow, so only the needed turns are scored.
     turns = turns[: 3 * num_pairs]
     analyzer = SentimentIntensityAnalyzer()
     scores = [analyzer.polarity_scores(turn.reply)["compound"] for turn in turns]

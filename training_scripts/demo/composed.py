@@ -1,8 +1,8 @@
 """Conversations composed from a table of topics: a message, and a kind or a curt reply.
 
-`topics.tsv` has one topic per line: an activity, its past, how it went well or badly, a tip, a joy, a
-question. A message is a phrase of an intent filled with a topic's words; a reply is a sentence from each part
-of a mood. The last phrases of each intent are held out from training.
+`topics.tsv` has one topic per line: an activity, its past tense, how it went well or badly, a tip, a joy, a
+question. A message is a phrase of an intent filled with a topic's words; a reply has one sentence from each
+part of a kind or a curt reply. The last phrases of each intent are held out from training.
 """
 
 import csv
@@ -11,7 +11,7 @@ import random
 import re
 from pathlib import Path
 
-# Of each intent the phrases of a message, and the parts of a kind and of a curt reply.
+# Phrases of a message by intent; below, the parts of a kind reply by intent, and of a curt reply.
 MESSAGES = {
     "news": [
         "I {did} today.",
@@ -115,23 +115,23 @@ CURT = [
     ],
     ["Do not bother me again.", "Go away.", "I have other things to do.", "Now let me be."],
 ]
-NUM_HELD_OUT = 2  # phrases of each intent, its last ones
-NUM_HELD_OUT_TOPICS = 12  # the table's last ones, where topics are held out too
-KIND_FRACTION = 0.5  # of the replies that SFT learns from
-FLAWS = ("curt", "off topic", "broken off", "too long")  # of a rejected reply, each as often
+NUM_HELD_OUT = 2  # the last phrases of each intent
+NUM_HELD_OUT_TOPICS = 12  # the last ones of the table, if topics are held out too
+KIND_FRACTION = 0.5  # of the replies that SFT trains on
+FLAWS = ("curt", "off topic", "broken off", "too long")  # of a rejected reply, equally often
 MIN_WORDS = 4  # of a reply that is broken off
 TOPICS = Path(__file__).with_name("topics.tsv")
 
 
 @functools.cache
 def load_topics() -> list[dict[str, str]]:
-    """Return the words of each topic by column."""
+    """The words of each topic by column."""
     with TOPICS.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file, delimiter="\t"))
 
 
 def fill(phrase: str, topic: dict[str, str]) -> str:
-    """A phrase filled with a topic's words; a column with a capital letter begins a sentence."""
+    """A phrase filled with a topic's words; a column with a capital letter starts a sentence."""
     capitals = {name.capitalize(): text[0].upper() + text[1:] for name, text in topic.items()}
     return phrase.format_map(topic | capitals)
 
@@ -193,7 +193,8 @@ def _flawed_reply(
         more = rng.choice(list(MESSAGES))
         return f"{reply} {compose_reply(rng.choice((topic, other)), more, rng, is_kind=rng.random() < 0.5)}"
     words = reply.split()
-    inner = [n for n in range(MIN_WORDS, len(words)) if words[n - 1][-1].isalpha()]  # no sentence ends there
+    # Not at the end of a sentence.
+    inner = [n for n in range(MIN_WORDS, len(words)) if words[n - 1][-1].isalpha()]
     return " ".join(words[: rng.choice(inner)])
 
 
@@ -212,5 +213,5 @@ def _patterns() -> list[re.Pattern[str]]:
 
 
 def topics_in(text: str) -> set[int]:
-    """Topics that a text is about: those with words in it."""
+    """Numbers of the topics that a text is about: those with words in it."""
     return {number for number, pattern in enumerate(_patterns()) if pattern.search(text)}

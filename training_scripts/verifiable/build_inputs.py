@@ -10,8 +10,8 @@ the teacher leaves out the last step in 60 %. Problems of SFT, prompts and held-
 numbers.
 
 OUT/base is a small random Llama with a tokenizer, OUT/sft.jsonl the teacher's answers, OUT/prompts.jsonl
-prompts with right answers, OUT/held_out.jsonl (gsm) others. An SFT model is thus about as often right as its
-teacher; the reward is 1 for a right answer.
+prompts with right answers, OUT/held_out.jsonl (gsm) others. An SFT model is therefore right about as often
+as its teacher; the reward is 1 for a right answer.
 """
 
 import importlib
@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 RIGHT_FRACTION = 0.4
 SEED = 7
-Row = dict[str, str]  # prompt, and chosen or answer
+Row = dict[str, str]  # prompt and chosen, or prompt and answer
 
 
 def build_tokenizer(texts: Iterable[str], token: str) -> PreTrainedTokenizerFast:
@@ -65,7 +65,7 @@ def write_rows(file: Path, rows: Iterable[Row]) -> None:
 # ---- sums ---------------------------------------------------------------------------------------------
 
 CHARACTERS = "0123456789+= "
-COPIES = 40  # times that each sum comes in the SFT data
+COPIES = 40  # of each sum in the SFT data
 
 
 def sums() -> list[tuple[str, int]]:
@@ -97,13 +97,13 @@ def write_sums(folder: Path) -> None:
 
 # ---- word problems ------------------------------------------------------------------------------------
 
-# Template, and how many digits each number of a question has. So the numbers stand at the same places, and a
-# small model soon copies them: of two templates, carefully taught, 84 % of held-out answers were right after
-# 750 steps, without this rule 9 %.
+# Template: digits of each number of a question. The numbers are then at fixed positions, and a small model
+# soon learns to copy them: with two templates and a correct teacher, 84 % of held-out answers were right
+# after 750 steps, without this rule 9 %.
 TEMPLATES = {39: (2, 2, 1, 1), 54: (3, 2, 2), 57: (2, 2, 2)}
 NUM_PROBLEMS = {"sft": 12000, "prompts": 2048, "held_out": 256}
 NUMBER = re.compile(r"\d+")
-WORD = r"\n| ?[A-Za-z']+| ?\d| ?[^\w\s]"  # a token: a word, a digit, or a mark, with the space before it
+WORD = r"\n| ?[A-Za-z']+| ?\d| ?[^\w\s]"  # a token: a word, a digit or a mark, with the space before it
 
 
 def load_template(number: int) -> Callable[[random.Random], dict[str, Any]]:
@@ -114,7 +114,8 @@ def load_template(number: int) -> Callable[[random.Random], dict[str, Any]]:
     spec = find_spec("reasoning_gym")
     if spec is None:
         raise SystemExit("gsm: its word problems are reasoning-gym's: pip install --no-deps reasoning-gym")
-    package = module_from_spec(spec)  # and not run: its __init__ imports all tasks, and they eleven packages
+    # Not executed: its __init__ imports all tasks, which need eleven packages.
+    package = module_from_spec(spec)
     package.__path__.append(f"{package.__path__[0]}/arithmetic/gsm_symbolic")
     sys.modules["reasoning_gym"] = package
     module = importlib.import_module(f"reasoning_gym.generators_{'00_49' if number < 50 else '50_99'}")
@@ -122,7 +123,7 @@ def load_template(number: int) -> Callable[[random.Random], dict[str, Any]]:
 
 
 def problems(draw: random.Random) -> Iterator[Row]:
-    """Problems without end, as prompt and answer; no two of a template have the same numbers."""
+    """Endless problems, as prompt and answer; no two of a template have the same numbers."""
     templates = {number: load_template(number) for number in TEMPLATES}
     seen: set[tuple[int, tuple[str, ...]]] = set()
     while True:

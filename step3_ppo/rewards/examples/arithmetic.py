@@ -1,7 +1,7 @@
 """`--reward function:step3_ppo.rewards.examples.arithmetic:right_answer`: a rule with a verifiable answer.
 
-The right answer is the row's field `answer`. The first number of a text counts; where it has "####", as the
-solutions of GSM8K have, the first one behind the last of these.
+The right answer is the row's field `answer`. The first number of a text counts; if the text has "####", as
+the solutions of GSM8K have, the first number after the last "####".
 """
 
 import re

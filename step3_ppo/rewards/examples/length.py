@@ -1,6 +1,6 @@
 """`--reward function:step3_ppo.rewards.examples.length:brevity`: a penalty for long responses.
 
-It is best added to a reward for what the response says: `--reward model:PATH 0.5*function:...`.
+Add it to a reward for content: `--reward model:PATH 0.5*function:...`.
 """
 
 NUM_FREE_WORDS = 100

@@ -7,7 +7,7 @@ from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 @functools.cache
 def _analyzer() -> SentimentIntensityAnalyzer:
-    return SentimentIntensityAnalyzer()  # reads its lexicon: once
+    return SentimentIntensityAnalyzer()  # reads its lexicon, hence the cache
 
 
 def sentiment(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]:
