@@ -186,11 +186,12 @@ class HybridEngine:
         """This rank's responses, see `Generator.generate`; to be called in generation mode.
 
         Ranks that share a replica generate for all of them together; `on_turns` is called with this rank's
-        responses only. `limits` are not supported. Every rank must call this.
+        responses only. Every rank must call this.
         """
         first = 0
         num_responses = len(batch.sample_ids)
         if self.layout.tp_size > 1:
+            assert batch.limits is None, "limits per response are not sent to the ranks of a replica"
             mask = batch.prompt_mask.bool()
             flat = (batch.prompt_ids[mask], mask.sum(1), batch.sample_ids)
             token_ids, lengths, samples = map(self._gather, flat)
@@ -242,7 +243,8 @@ class TransformersGenerator:
     def generate(
         self, batch: PromptBatch, options: SamplingOptions, *, on_turns: TurnCallback | None = None
     ) -> Generation:
-        """The responses of all samples, see `Generator.generate`; `limits` are not supported."""
+        """The responses of all samples, see `Generator.generate`."""
+        assert batch.limits is None, "limits per response are not supported"
         ids = batch.prompt_ids.repeat_interleave(batch.num_samples, dim=0)
         mask = batch.prompt_mask.long().repeat_interleave(batch.num_samples, dim=0)
         sample_ids = batch.sample_ids

@@ -87,7 +87,7 @@ def parse_reward(text: str, taken: set[str]) -> RewardSpec:
     if kind in ("http", "judge") and at:
         variable = CLIENT_VARIABLE if kind == "http" else JUDGE_VARIABLE
         raise ValueError(
-            f"--reward http://...@{host}: a name or password in the address would be written to args.json "
+            f"--reward {kind}:...@{host}: a name or password in the address would be written to args.json "
             f"and to messages; leave it out and set {variable}"
         )
     if not _names_something(kind, target):
