@@ -56,15 +56,15 @@ def _measure(config: PreTrainedConfig, by_transformers: bool, trusts_code: bool)
 
 
 def decode_rows(
-    generator: Any, rows: list[list[int]], options: SamplingOptions, **more: Any
+    generator: Any, rows: list[list[int]], options: SamplingOptions, limits: torch.Tensor | None = None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Token ids of a response to each row, and the log-probabilities under which they were sampled; `more` is
-    passed to `generate`.
+    """Token ids of a response to each row, and the log-probabilities under which they were sampled; `limits`
+    are those of a PromptBatch.
     """
     device = generator.model.device
     ids, mask = (x.to(device) for x in pad_rows(rows, options.pad_token_id, on_left=True))
     sample_ids = torch.arange(len(rows), device=device)
-    generation = generator.generate(PromptBatch(ids, mask, sample_ids), options, **more)
+    generation = generator.generate(PromptBatch(ids, mask, sample_ids, limits), options)
     columns = generation.response_ids, generation.logprobs
     return tuple(
         [x[is_own] for x, is_own in zip(column, generation.response_mask, strict=True)] for column in columns

@@ -82,7 +82,7 @@ class Job:
         parts += [f"hybrid-tp{self.tp}"] if self.tp is not None else []
         parts += [f"packed{self.packed}"] if self.packed else []
         parts += [self.algorithm] if self.algorithm else []
-        parts += [self.optimizer.split(":")[0]] if self.optimizer != "adamw" else []
+        parts += [self.optimizer] if self.optimizer != "adamw" else []
         parts += [f"states-{self.states}"] if self.states != "fp32" else []
         parts += ["overlap"] if self.overlaps else []
         parts += [f"{self.adapters}-adapters"] if self.adapters else []
@@ -109,6 +109,7 @@ def flags_of(job: Job, tiny: Any, folder: Path) -> dict[str, Any]:
         "dtype": job.dtype,
         "offload": job.offload,
         "optimizer": job.optimizer,
+        "muon_learning_rate": 1e-3 if job.optimizer == "muon" else None,
         "optimizer_dtype": job.states,
         "gradient_accumulation_steps": job.accumulation,
         "max_train_steps": 2 * NUM_STEPS if job.step < 3 and job.dtype == "bf16" else NUM_STEPS,
@@ -201,7 +202,7 @@ def make_jobs() -> list[Job]:
     for step, zero, tp in ((1, 0, None), (1, 3, None), (2, 3, None), (3, 2, None), (3, 3, 1), (3, 3, 0)):
         mixture = Job(step, zero, True, family="mixtral", tp=tp)
         jobs += [mixture.reference] * (mixture.reference not in jobs) + [mixture]
-    muon = {"optimizer": "muon", "muon_learning_rate": 1e-3}
+    muon = {"optimizer": "muon"}
     jobs += [Job(1, ranks=1, **muon), Job(1, 3, **muon), Job(1, 2, offload="optimizer", **muon)]
     jobs += [Job(1, 3, dtype="bf16", states="bf16"), Job(1, 1, dtype="bf16", states="bf16", **muon)]
     jobs += [Job(3, 0, True, tp=1), Job(3, 2, tp=2), Job(3, 3, tp=0), Job(3, 3, True, tp=2)]

@@ -224,7 +224,7 @@ def test_a_label_says_whether_an_answer_is_good(column):
             assert ((example.chosen, example.rejected), example.is_rated) == (expected, True), label
             assert (missing_for(1, example) is None) == is_good and missing_for(3, example) is None
             assert missing_for(2, example, is_unpaired=True) is None
-            assert "--loss kto learns from it" in str(missing_for(2, example))
+            assert "use --loss kto" in str(missing_for(2, example))
     assert isinstance(missing_for(1, example), EmptyRow)
 
 

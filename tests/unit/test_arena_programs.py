@@ -101,6 +101,6 @@ def test_export_overwrites_nothing_unless_told(run, refused, tmp_path):
     (tmp_path / "pairs.jsonl").write_text("mine")
     error = refused("export", "pairs.jsonl", "--db", "nowhere")
     assert "pairs.jsonl exists already; give another name, or --overwrite" in error
-    assert "--db nowhere is no file" in error and (tmp_path / "pairs.jsonl").read_text() == "mine"
+    assert "--db nowhere is not a file" in error and (tmp_path / "pairs.jsonl").read_text() == "mine"
     assert "2 pairs" in run("export", "pairs.jsonl", "--db", "db", "--overwrite")
     assert len((tmp_path / "pairs.jsonl").read_text().splitlines()) == 2

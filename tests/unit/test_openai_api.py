@@ -145,7 +145,7 @@ def test_log_probabilities_of_an_answer_have_its_end(ours):
         ({"top_logprobs": 1}, None, "top_logprobs needs logprobs: true"),
         ({"messages": [*HI, {"role": "assistant", "content": "x"}]}, "messages", "must end with"),
         ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "messages.0.content.0.type", "text"),
-        ({"messages": [{"role": "user", "content": "refuse me"}]}, "messages", "template refuses"),
+        ({"messages": [{"role": "user", "content": "refuse me"}]}, "messages", "template rejects"),
         ({"prompt": []}, "prompt", "body.prompt"),
         ({"prompt": [[]]}, "prompt", "body.prompt"),
         ({"prompt": ["x"] * 257}, "prompt", "body.prompt"),

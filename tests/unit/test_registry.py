@@ -56,7 +56,7 @@ def test_places_are_lines_of_the_file(tmp_path):
     rows = load_source(str(path)).train
     assert [rows.location(i) for i in range(len(rows))] == [f"{path}:{n}" for n in (2, 4, 5, 6)]
     assert rows.row_id(1, {}) == "a.jsonl:4"
-    for index, reason in ((1, "not JSON"), (2, "a JSON list, not an object"), (3, "'utf-8' codec")):
+    for index, reason in ((1, "not JSON"), (2, "of type list, not an object"), (3, "'utf-8' codec")):
         with pytest.raises(BadRow, match=reason):
             rows[index]
     path = tmp_path / "a.csv"
