@@ -106,8 +106,9 @@ class Run(Stateful):
         """
         if state["data_key"] != self.data.key:
             raise ValueError(
-                "the data have changed since it was saved, so its position in them is invalid; restore the "
-                "old data, or start a new run from its export"
+                "the data have changed since it was saved, or this version reads them in another way, so its "
+                "position in them is invalid; restore the old data or version, or start a new run from its "
+                "export"
             )
         for problem in changed_models(state.get("models", {}), self.models):
             raise ValueError(problem)

@@ -325,7 +325,9 @@ def test_a_port_in_use(place):
         env |= {"MASTER_PORT": str(listener.getsockname()[1])}
         done = place.forks.run(1, good_flags(place.tiny, place.output, 1), env=env)
     assert done.code == BAD and "Traceback" not in done.text() and not place.output.exists()
-    assert all(word in done.text() for word in ("MASTER_PORT=", "address already in use", "choose a free port"))
+    assert all(
+        word in done.text() for word in ("MASTER_PORT=", "address already in use", "choose a free port")
+    )
 
 
 @pytest.mark.parametrize("step", [1, 3])
