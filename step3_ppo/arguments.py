@@ -146,12 +146,12 @@ class ScoreArguments:
     )
     truncated: str = flag(
         "score",
-        "what becomes of a response that is cut at --max_answer_seq_len: scored as usual (score), "
+        "treatment of a response truncated at --max_answer_seq_len: scored as usual (score), "
         "bootstrapped from the critic too (bootstrap), or masked out of the loss (mask)",
         choices=("score", "bootstrap", "mask"),
     )
     truncated_score: float | None = flag(
-        None, "score of a response that is cut, in place of its own; empty: its own"
+        None, "score of a truncated response, in place of its own; empty: its own"
     )
 
 

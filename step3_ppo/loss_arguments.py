@@ -151,3 +151,7 @@ class PPOMathArguments:
         " pass",
         only_with="top_k top_p",
     )
+
+    def exceeds_kl(self, approximate_kl: float) -> bool:
+        """Whether the KL of a minibatch, in nats per token, is above --early_stop_kl."""
+        return 0 < self.early_stop_kl < approximate_kl

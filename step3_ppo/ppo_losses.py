@@ -61,9 +61,9 @@ class PPOLosses:
         if not num_tokens:
             return {}
         gradients = {"policy": self.compute_actor_gradients(micro_batches)}
-        limit = self.args.early_stop_kl
-        is_far = 0 < limit < gradients["policy"].means["policy/approx_kl"]
-        if is_far and self.args.early_stop_action == "skip":
+        if self.args.early_stop_action == "skip" and self.args.exceeds_kl(
+            gradients["policy"].means["policy/approx_kl"]
+        ):
             skip_step(self.roles.actor.model)
             return {}
         if self.roles.critic:

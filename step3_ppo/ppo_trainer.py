@@ -226,7 +226,7 @@ class PPOTrainer:
             self.ema.update()
         if "policy/approx_kl" in means:  # a step on text has none
             is_far = 0 < self.args.early_stop_imp_ratio < means["policy/ratio"]
-            current.is_done = is_far or 0 < self.args.early_stop_kl < means["policy/approx_kl"]
+            current.is_done = is_far or self.args.exceeds_kl(means["policy/approx_kl"])
         return True
 
     def finish_step(self, current: OpenStep) -> dict[str, float]:

@@ -30,7 +30,7 @@ PREFILL_TOKENS = 4096  # prompt tokens per prefill pass: more would only take me
 # cheaper than another pass. The value for a GPU is an estimate, not measured.
 _PADDING_WORTH_A_PASS = {"cpu": 32, "cuda": 512}
 # Prompts wait until 1/8 of the slots are free: fewer and larger prefill passes; an empty slot costs little.
-_SLOTS_PER_FREE_SLOT = 8
+_FREE_SHARE_BEFORE_REFILL = 1 / 8
 
 
 class PromptBatch(NamedTuple):
@@ -171,7 +171,7 @@ class SlotSchedule:
         num_free = self.num_slots - len(self.slots)
         if not self.waiting or not num_free:
             return False
-        worthwhile = max(self.num_slots // _SLOTS_PER_FREE_SLOT, 1)
+        worthwhile = max(int(self.num_slots * _FREE_SHARE_BEFORE_REFILL), 1)
         return not self.slots or num_free >= min(worthwhile, len(self.waiting))
 
     def has_waiting_sibling(self, prompt: int) -> bool:
