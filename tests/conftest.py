@@ -1,6 +1,7 @@
 """Fixtures that several test files use."""
 
 import functools
+import gc
 import importlib
 import os
 import signal
@@ -10,6 +11,8 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when a library is imported; a look-up by mistake fails at once
 os.environ["NO_PLAN"] = "1"  # a memory plan, made by a process of its own, takes longer than a tiny run
+# bitsandbytes alone would compile, and loads the compiler wherever it is imported: a second for each process.
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import pytest
 from tiny_configs import tiny_config
@@ -26,6 +29,12 @@ SENTENCES = [
     "\n\nHuman: What is the weather like?\n\nAssistant: It is a sunny day, and rather warm.",
     "The quick brown fox jumps over the lazy dog while the cat looks on.",
 ]
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what the imports made from garbage collection: ZeRO 3 collects for each engine."""
+    gc.collect()
+    gc.freeze()
 
 
 def train_tiny_tokenizer(vocab_size: int = 320, eos: str | None = "<|endoftext|>") -> PreTrainedTokenizerFast:

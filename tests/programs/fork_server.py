@@ -4,8 +4,9 @@ python fork_server.py SOCKET
 
 Reads one JSON line a request, {"jobs": [[step, argv], ...], "ranks": 2, "env": {...}, "log": FOLDER, "hooks":
 [...], "seconds": 120, "cwd": FOLDER, "gpu": {...}}, and answers with one: exit codes (negative for a signal)
-and seconds. Jobs are run one after the other in one process group. A rank's output goes to FOLDER/rank-0.out
-and .err. With "gpu", arguments of `pretended_gpu`, it has one, and rank-0.json says what happened on it.
+and seconds. Jobs are run one after the other in one process group; one whose step is "pytest" runs tests. A
+rank's output goes to FOLDER/rank-0.out and .err. With "gpu", arguments of `pretended_gpu`, it has one, and
+rank-0.json says what happened on it.
 
 A hook is {"at": "package.module:Class.method", "call": 3, "when": "before", "do": "kill", "rank": 0}: at the
 third call of that function the rank does it: kill | term | int | stop (signals to itself), raise:TEXT,
@@ -15,6 +16,7 @@ the call's `args`).
 
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
@@ -26,6 +28,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch.distributed import set_debug_level_from_env
 
 HERE = Path(__file__).resolve().parent
@@ -84,9 +87,11 @@ def spoil(result: Any) -> Any:
     return result * float("nan")
 
 
-def run_jobs(jobs: list[tuple[int, list[str]]]) -> None:
+def run_jobs(jobs: list[tuple[int | str, list[str]]]) -> None:
     """Run programs, and say when each has ended."""
     for step, words in jobs:
+        if step == "pytest":
+            raise SystemExit(pytest.main(words))
         run_here(step, words)
         print("ended well", flush=True)
 
@@ -157,8 +162,10 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Import what programs need, then serve until the other end is closed."""
-    for step in STEPS.values():
-        importlib.import_module(f"{step}.main")
+    for name in (*(f"{step}.main" for step in STEPS.values()), "pandas"):  # Arrow would import it later
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # ZeRO 3 collects garbage for each engine
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(sys.argv[1])
     with connection.makefile("rw") as channel:

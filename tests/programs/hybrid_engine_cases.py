@@ -1,6 +1,6 @@
 """The hybrid engine on several ranks: the trainer's weights, transformers' texts, and no trace left.
 
-test_hybrid_engine_ranks.py starts it on 1, 2 and 4 ranks: torchrun --nproc_per_node N -m pytest THIS_FILE.
+test_hybrid_engine_ranks.py runs it on 1, 2 and 4 ranks; by hand: torchrun --nproc_per_node N -m pytest FILE.
 All ranks run all cases together; the first that fails ends all of them.
 """
 
@@ -69,13 +69,6 @@ def cases_of(table: tuple) -> list[tuple[int, str, tuple[int, ...]]]:
     """Return (stage, family, sizes) of what these ranks do."""
     rows = [row for row in table if row[0] == NUM_RANKS]
     return [(stage, family, sizes) for _, stage, families, sizes in rows for family in families]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fast_collections() -> None:
-    """What the imports made stays: collections would take longer than the work."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture
