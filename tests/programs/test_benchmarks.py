@@ -5,7 +5,8 @@ import sys
 
 import pytest
 import torch
-from program_runs import ROOT, run
+from program_runs import ROOT, read_curve, run
+from tiny_inputs import step_flags
 
 from benchmarks import bench_evidence
 from benchmarks.bench_flops import Work, build_counter, forward_flops
@@ -46,9 +47,22 @@ def test_evidence_is_made_again(name, tmp_path):
     if name == "peers":
         assert "left out" in found["peers"]
         assert {"sft", "reward", "dpo", "kto", "grpo", "ppo"} <= found["tasks"].keys()
-    if name == "stability":  # each mistake moves the numbers
-        moved = [of["kl"] for of in found["cases"].values()]
-        assert len(set(moved)) == len(moved) == 1 + len(FAULTS)
+    if name == "stability":
+        ours, mistaken = found["cases"].values()
+        assert ours["kl"] != mistaken["kl"]
+
+
+def test_every_fault_of_stability_changes_the_numbers(forks, tiny, tmp_path):
+    flags = {"enable_hybrid_engine": True, "packed": True, "max_tokens_per_micro_batch": 64}
+    flags |= {"num_warmup_steps": 0, "actor_learning_rate": 1e-3, "max_train_steps": 2, "eval_fraction": 0.2}
+    flags |= {"plugins": "benchmarks.evidence.faults"}
+    numbers = {}
+    for fault in ("", *FAULTS):
+        output = tmp_path / f"fault {fault}"
+        done = forks.run(3, step_flags(tiny, 3, output_dir=output, **flags), env={"FAULT": fault})
+        assert done.code == 0, done.text()
+        numbers[fault] = read_curve(output, "eval/kl")[-1]
+    assert len(set(numbers.values())) == 1 + len(FAULTS), numbers
 
 
 def test_ranks_do_not_wait_for_threads_that_their_parent_had():
