@@ -23,5 +23,6 @@ if [[ "${1:-}" == --gpu ]]; then
 fi
 if [[ $# == 0 ]]; then set -- -m "not slow or smoke"; fi
 if [[ $1 == --all ]]; then shift; fi
-# Several test files at a time, each in one process; -n 0 runs all tests in this process.
-exec python -m pytest tests -n logical --maxprocesses 4 --dist loadfile "$@"
+# Several test files at a time, each in one process; -n 0 runs all tests in this process. In the order of their
+# names programs come before the short unit tests: else xdist would begin those with few and long tests last.
+exec python -m pytest tests -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"
