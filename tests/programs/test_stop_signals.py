@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C under every launcher: the state is saved, and the same command resumes."""
+"""SIGTERM and Ctrl-C under every launcher: the state is saved, and the same flags resume."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from program_runs import as_flags, deepspeed, read_curve, run, start, torchrun, wait_for_steps
+from program_runs import as_flags, deepspeed, read_curve, start, torchrun, wait_for_steps
 from tiny_inputs import step_flags
 
 from common.runs.checkpoints import find_checkpoints
@@ -44,15 +44,15 @@ def wait_for_end(output: Path) -> None:
         ("deepspeed", signal.SIGINT, True),  # as a terminal does
     ],
 )
-def test_stops_and_goes_on(tiny, tmp_path, launcher, number, whole_group):
+def test_launched_run_saves_on_a_signal_and_resumes(tiny, forks, tmp_path, launcher, number, whole_group):
     output, log = tmp_path / "output", tmp_path / "log"
     flags = endless_flags(tiny, output, save_interval=0)
     process = start(LAUNCHERS[launcher]("step1_sft/main.py", *as_flags(flags)), log)
     try:
         wait_for_steps(output, "sft/loss", 3, process, log)
         if launcher == "python":
-            second = run(LAUNCHERS[launcher]("step1_sft/main.py", *as_flags(flags)), may_fail=True)
-            assert second.returncode and "belongs to a run that has not ended" in second.stderr
+            second = forks.run(1, flags)
+            assert second.code and "belongs to a run that has not ended" in second.text()
         (os.killpg if whole_group else os.kill)(process.pid, number)
         code = process.wait(timeout=60)
         wait_for_end(output)
@@ -67,6 +67,6 @@ def test_stops_and_goes_on(tiny, tmp_path, launcher, number, whole_group):
     num_steps = found.meta["numbers"]["progress"]["step"]
     assert num_steps == len(read_curve(output, "sft/loss")) >= 3 and not doubts
     more = flags | {"max_train_steps": num_steps + 2}
-    done = run(LAUNCHERS[launcher]("step1_sft/main.py", *as_flags(more)))
-    assert f"resumes from {found.folder}" in done.stdout
+    done = forks.run(1, more, ranks=1 if launcher == "python" else 2)
+    assert done.code == 0 and f"resumes from {found.folder}" in done.text(), done.text()
     assert len(read_curve(output, "sft/loss")) == num_steps + 2
