@@ -67,7 +67,7 @@ def two(tmp_path) -> Path:
 # ---- Saving and finding
 
 
-def test_the_files_of_a_checkpoint(tmp_path):
+def test_save_checkpoint_writes_the_expected_files(tmp_path):
     save(tmp_path, 7)
     folder = tmp_path / "checkpoints" / "step-000007"
     assert sorted(p.name for p in folder.iterdir()) == ["loop-rank-00000.safetensors", "meta.json", MODEL]
@@ -91,7 +91,7 @@ def test_checkpoints_are_ordered_by_time_and_not_by_the_alphabet(tmp_path):
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(0, [1, 2, 3, 10]), (1, [10]), (3, [2, 3, 10])])
-def test_as_many_are_kept_as_was_said(tmp_path, limit, kept):
+def test_save_total_limit_keeps_that_many_checkpoints(tmp_path, limit, kept):
     save(tmp_path, 1, 2, 3, 10, limit=limit)
     assert names(tmp_path) == [f"step-{n:06d}" for n in kept] and newest(tmp_path) == (10, [])
 
@@ -152,7 +152,7 @@ FIRST_LOOK = {
 }
 
 
-def test_a_later_format_is_named(two, monkeypatch):
+def test_checkpoint_of_a_later_format_is_rejected(two, monkeypatch):
     monkeypatch.setattr(checkpoints, "FORMAT", 99)
     save(two, 3)
     monkeypatch.undo()
@@ -190,7 +190,7 @@ def test_a_file_that_differs_is_found_before_anything_is_loaded(two, capsys, dam
         newest(two)
 
 
-def test_damage_that_another_rank_sees_is_damage_for_all(two, monkeypatch):
+def test_checkpoint_damaged_on_one_rank_is_rejected_on_all(two, monkeypatch):
     """Each of two ranks reads every other file, and hears what the other has found."""
     (found, older), _ = find_checkpoints(two)
     flip_last_bit(found.folder / MODEL)
@@ -250,7 +250,7 @@ def test_a_run_folder_that_is_gone_is_not_made_anew(two):
     assert not two.exists()
 
 
-def test_an_old_one_that_cannot_be_removed_is_a_warning(two, monkeypatch, capsys):
+def test_old_checkpoint_that_cannot_be_removed_is_a_warning(two, monkeypatch, capsys):
     fail_at(monkeypatch, "remove_folder", OSError(16, "Device or resource busy"))
     save(two, 3)
     assert names(two) == ["step-000001", "step-000002", "step-000003"]
@@ -324,7 +324,7 @@ def test_a_gpus_tensors_pass_through_the_host_piece_by_piece(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_cut_is_read_back_in_any_other(tmp_path, seed):
+def test_checkpoint_slices_are_read_back_under_any_sharding(tmp_path, seed):
     rng = random.Random(seed)
     names = ["model.weight:exp_avg", "a", "a@1", "ä b/c", "__metadata__"]  # a@1@0 and a@10 are of two
     tensors = {name: make(rng.randrange(40), rng.choice(DTYPES), seed) for name in names}

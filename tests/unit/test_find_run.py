@@ -66,7 +66,7 @@ def run(tmp_path) -> Path:
 # ---- The folder of the run itself
 
 
-def test_nothing_there_is_a_beginning(tmp_path):
+def test_find_run_of_an_empty_folder_is_a_new_run(tmp_path):
     (tmp_path / "run" / "log").mkdir(parents=True)  # as a launch script has left them
     (tmp_path / "run" / "train.log").write_text("")
     for words in ("", f"--output_dir {tmp_path / 'new' / 'deep'}", f"--output_dir {tmp_path / 'run'}"):
@@ -74,13 +74,13 @@ def test_nothing_there_is_a_beginning(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run"], "a check makes no folder"
 
 
-def test_the_same_command_goes_on_from_the_newest(run):
+def test_find_run_resumes_from_the_newest_checkpoint(run):
     earlier, problems = find(f"--output_dir {run}")
     assert names(earlier) == ["step-000002", "step-000001"] and not problems and not earlier.notes
     assert not earlier.is_elsewhere and not earlier.finished
 
 
-def test_a_damaged_one_is_noted_and_the_one_before_it_taken(run):
+def test_find_run_skips_a_damaged_checkpoint_with_a_note(run):
     (run / "checkpoints" / "step-000002" / "meta.json").write_text("{")
     earlier, problems = find(f"--output_dir {run}")
     assert names(earlier) == ["step-000001"] and not problems
@@ -125,7 +125,7 @@ def test_a_finished_run_has_nothing_left_to_do_unless_it_is_to_be_longer(tmp_pat
         ("--data_path other.jsonl", "--data_path ['other.jsonl'] differs"),
     ],
 )
-def test_a_finished_run_of_other_flags_is_none_of_this_command(words, told, tmp_path):
+def test_find_run_rejects_a_finished_run_with_other_flags(words, told, tmp_path):
     run = leave_run(tmp_path / "run", is_finished=True)
     _, (problem,) = find(f"--output_dir {run} {words}")
     assert told in problem and "another --output_dir" in problem
@@ -167,7 +167,7 @@ def test_an_export_that_is_not_whole_is_written_again(damage, tmp_path):
 
 @pytest.mark.parametrize("text", ["[]", "{", "5", '{"steps": "2"}', '{"exports": 5}', "[" * 100_000, "\xff"])
 @pytest.mark.parametrize("name", ["finished.json", "args.json"])
-def test_a_file_of_another_form_is_named(name, text, tmp_path):
+def test_find_run_names_a_malformed_file(name, text, tmp_path):
     if name == "args.json" and text.startswith('{"'):
         return
     run = leave_run(tmp_path / "run", is_finished=True)
@@ -177,7 +177,7 @@ def test_a_file_of_another_form_is_named(name, text, tmp_path):
     assert find(f"--output_dir {run} --resume overwrite") == (EarlierRun(), [])
 
 
-def test_what_a_kill_leaves_at_the_start_is_no_other_run(tmp_path):
+def test_find_run_ignores_what_a_kill_left_at_the_start(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "args.json.writing").write_text("{")
@@ -267,7 +267,7 @@ def test_flags_that_an_earlier_version_had_or_lacked():
 
 
 @pytest.mark.parametrize(("is_on", "decay", "words"), [(False, 0.992, ""), (True, 0.5, "--ema_decay 0.5")])
-def test_the_average_of_an_earlier_version(is_on, decay, words):
+def test_compare_flags_reads_ema_flags_of_an_earlier_version(is_on, decay, words):
     now = parse_args(PPOArguments, ["--actor_model_name_or_path", "m", *words.split()], problems=Problems())
     before = dataclasses.asdict(now) | {"enable_ema": is_on, "ema_decay": decay, "resolved_dtype": "fp32"}
     before["early_stop_kl"] = "0"  # a text then

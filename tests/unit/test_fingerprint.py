@@ -36,7 +36,7 @@ def exchange(weights):
 
 
 @pytest.mark.parametrize("change", [set_first, set_last, exchange])
-def test_it_tells_another_tensor(model, change):
+def test_fingerprint_changes_with_a_tensor(model, change):
     before = fingerprint(str(model))
     change_tensors(model, lambda weights: None)
     assert fingerprint(str(model)) == before
@@ -44,7 +44,7 @@ def test_it_tells_another_tensor(model, change):
     assert fingerprint(str(model)) != before
 
 
-def test_it_tells_another_configuration_and_shards(model):
+def test_fingerprint_changes_with_configuration_and_shards(model):
     seen = {fingerprint(str(model))}
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
@@ -56,7 +56,7 @@ def test_it_tells_another_configuration_and_shards(model):
 
 
 @pytest.mark.parametrize("is_zip", [True, False])
-def test_it_tells_another_pickle(model, is_zip):
+def test_fingerprint_changes_with_a_pickle(model, is_zip):
     weights = load_file(model / "model.safetensors")
     (model / "model.safetensors").unlink()
     found = set()
@@ -71,7 +71,7 @@ def test_it_tells_another_pickle(model, is_zip):
     assert fingerprint(str(model)) not in found
 
 
-def test_an_adapters_base_belongs_to_it(model, tmp_path):
+def test_fingerprint_of_an_adapter_includes_its_base(model, tmp_path):
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     config = {"peft_type": "LORA", "r": 1, "base_model_name_or_path": str(model)}
@@ -82,7 +82,7 @@ def test_an_adapters_base_belongs_to_it(model, tmp_path):
     assert fingerprint(str(adapter)) != before
 
 
-def test_a_model_that_is_not_here_has_none(tmp_path):
+def test_fingerprint_of_a_missing_model_is_none(tmp_path):
     assert fingerprint(str(tmp_path / "none")) == fingerprint("owner/name-that-is-not-here") == ""
     assert changed_models({"--a": "", "--b": "1", "--c": "1"}, {"--a": "1", "--b": "", "--d": "2"}) == []
     (text,) = changed_models({"--a": "1"}, {"--a": "2"})

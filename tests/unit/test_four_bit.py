@@ -42,7 +42,7 @@ def library():
         (SFTArguments(zero_stage=3), []),
     ],
 )
-def test_what_is_refused(args, told, monkeypatch):
+def test_four_bit_flags_are_rejected_with_reasons(args, told, monkeypatch):
     monkeypatch.setattr(four_bit, "find_spec", lambda name: name)
     found = list(refusals(args))
     assert len(found) == len(told) and all(words in line for words, line in zip(told, found, strict=True))
@@ -166,7 +166,7 @@ def test_a_pass_in_eval_mode_packs_nothing_anew(packed, library):
     assert all(weight.parameter.equal(before[name]) for name, weight in trained_weights(model).items())
 
 
-def test_gpt2s_layers_are_refused():
+def test_four_bit_rejects_gpt2_layers():
     layer = SimpleNamespace(source_cls=four_bit.Conv1D)
     with pytest.raises(ValueError, match=r"--load_in_4bit .*GPT-2"):
         four_bit.settle(SimpleNamespace(modules=lambda: [layer]))

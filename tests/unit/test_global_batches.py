@@ -184,7 +184,7 @@ def test_every_plan_is_complete_even_and_under_the_cap(is_packed, problem):
         ([[4]] * 4, {"max_tokens": 9, "num_ranks": 2, "shared": [(0, 3)] * 4}, [[[0, 1]], [[2, 3]]]),
     ],
 )
-def test_packed_by_hand(item_lengths, options, expected):
+def test_plan_micro_batches_packed_by_hand(item_lengths, options, expected):
     assert plan_micro_batches(item_lengths, **options, is_packed=True) == expected
 
 
@@ -203,7 +203,7 @@ def test_packed_by_hand(item_lengths, options, expected):
         ([[5], [5]], {"num_ranks": 2, "max_tokens": 100}, [[[0]], [[1]]]),
     ],
 )
-def test_padded_by_hand(item_lengths, options, expected):
+def test_plan_micro_batches_padded_by_hand(item_lengths, options, expected):
     assert plan_micro_batches(item_lengths, **options) == expected
 
 
@@ -219,7 +219,7 @@ def test_padded_by_hand(item_lengths, options, expected):
         ([[5]] * 3, {"num_ranks": 4, "max_tokens": 10}, "3 items do not fill a micro-batch on each of 4"),
     ],
 )
-def test_errors_name_the_numbers(item_lengths, options, message):
+def test_plan_micro_batches_errors_name_the_numbers(item_lengths, options, message):
     with pytest.raises(ValueError) as error:
         plan_micro_batches(item_lengths, **options)
     assert message in str(error.value)

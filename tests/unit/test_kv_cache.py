@@ -18,7 +18,7 @@ from common.generation.kv_cache import SlotCache, kv_bytes_per_token
 CALLS = []
 
 
-def test_prompts_and_tokens_land_at_each_rows_own_position():
+def test_slot_cache_writes_at_each_rows_own_position():
     cache = SlotCache(num_slots=3, max_length=6)
     keys = torch.arange(2 * 1 * 3 * 2, dtype=torch.float32).view(2, 1, 3, 2)
     is_real = torch.tensor([[True, True, True], [False, True, True]])
@@ -45,7 +45,7 @@ def test_prompts_and_tokens_land_at_each_rows_own_position():
         (FalconConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=4, multi_query=True), 16),
     ],
 )  # fmt: skip
-def test_bytes_of_a_token(config, numbers):
+def test_kv_cache_bytes_per_token(config, numbers):
     assert kv_bytes_per_token(config, 4) == 4 * numbers
     assert kv_bytes_per_token(config, 2, tp_size=2) in (numbers, 2 * numbers)  # one head cannot be halved
 
@@ -72,7 +72,9 @@ def stand_in_kernel(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gpt_neox", "mistral_window", "phi"])
-def test_texts_are_those_of_torchs_attention(family, tiny_model_folder, stand_in_kernel, monkeypatch):
+def test_kv_cache_kernel_generates_the_texts_of_torch_attention(
+    family, tiny_model_folder, stand_in_kernel, monkeypatch
+):
     model, ids, mask = load_prompted(tiny_model_folder(family))
     expected = Generator(model, num_slots=3).generate(
         PromptBatch(ids, mask, torch.arange(4)), options(seed=8)
@@ -97,7 +99,7 @@ def test_texts_are_those_of_torchs_attention(family, tiny_model_folder, stand_in
         ("gptj", "eager", "eager"),
     ],
 )
-def test_the_kernel_is_chosen_only_where_it_can_run(family, trained_by, expected, tiny_model_folder):
+def test_kv_cache_kernel_is_chosen_only_where_it_can_run(family, trained_by, expected, tiny_model_folder):
     model = load(tiny_model_folder(family))
     model.config._attn_implementation = trained_by
     assert kv_cache.choose_attention(model) == expected

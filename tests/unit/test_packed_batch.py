@@ -97,7 +97,7 @@ def test_only_the_data_move_to_another_device():
     assert moved.interleave("prompt", "response")[0].device.type == "meta"
 
 
-def test_the_layout_by_hand():
+def test_packed_batch_layout_by_hand():
     batch = example()
     assert batch.data["response"].tolist() == [5, 6, 8, 9, 10]
     assert batch.lengths["response"].tolist() == [2, 3]
@@ -107,7 +107,7 @@ def test_the_layout_by_hand():
     assert padded_slots(batch.lengths["prompt"], on_left=True).tolist() == [0, 1, 2, 5]
 
 
-def test_pad_by_hand():
+def test_pad_rows_by_hand():
     ids, mask = pad_rows([[1, 2, 3], [4], []], -1)
     assert ids.tolist() == [[1, 2, 3], [4, -1, -1], [-1, -1, -1]] and ids.dtype == torch.int64
     assert mask.tolist() == [[True] * 3, [True, False, False], [False] * 3]
@@ -121,7 +121,7 @@ def test_each_prompt_is_followed_by_its_response():
     assert lengths.tolist() == [[3, 2], [1, 3]]
 
 
-def test_keys_and_texts():
+def test_packed_batch_adds_keys_numbers_and_texts():
     batch = example().with_numbers("reward", torch.tensor([3.0, 4.0]))
     assert batch.numbers("reward").tolist() == [3, 4]
     batch = batch.with_key("response", batch.data["response"] * 2, like="response")
@@ -131,7 +131,7 @@ def test_keys_and_texts():
     assert batch.with_texts("name", ["ä", ""]).texts("name") == ["ä", ""]
 
 
-def test_a_batch_of_no_items():
+def test_packed_batch_of_no_items():
     empty = example().select([])
     assert len(empty) == 0 and nested(empty) == {} and empty.sequences("response") == []
     assert empty.pad("response")[0].shape == (0, 0)
@@ -158,7 +158,7 @@ ONE = torch.ones(1)
         (lambda: example().with_numbers("n", torch.ones(3)), "key 'n': lengths [1, 1], data (3,)"),
     ],
 )
-def test_errors_name_the_key(call, message):
+def test_packed_batch_errors_name_the_key(call, message):
     with pytest.raises(AssertionError) as error:
         call()
     assert message in str(error.value)

@@ -74,14 +74,14 @@ def play_switch(
         (4, True, [[0, 1, 2, 3]], [[0], [1], [2], [3]]),
     ],
 )
-def test_layout_of_four_ranks(tp_size, is_contiguous, tp_groups, gather_groups):
+def test_tp_layout_of_four_ranks(tp_size, is_contiguous, tp_groups, gather_groups):
     for rank in range(4):
         layout = TPLayout(4, tp_size, rank, is_contiguous)
         assert (layout.ranks.T.tolist(), layout.ranks.tolist()) == (tp_groups, gather_groups)
         assert rank in gather_groups[layout.tp_rank]
 
 
-def test_a_layout_is_told():
+def test_tp_layout_describes_its_replicas():
     assert TPLayout(4, 2).describe() == "replica 0 of ranks 0, 2; replica 1 of ranks 1, 3"
     assert TPLayout(4, 2, 3, True).describe() == "replica 0 of ranks 0, 1; replica 1 of ranks 2, 3"
     assert TPLayout(64, 1).describe().endswith("; replica 7 of rank 7; 56 more")
@@ -106,7 +106,7 @@ def test_route_by_shape(shape, cut, expected):
         assert plan_weight(shape, cut, TPLayout(4, 2, is_contiguous=True)).route is Route.BLOCKS
 
 
-def test_layers_move_together():
+def test_group_by_layers_by_hand():
     names = ["embed.weight", "layers.0.a", "layers.0.b", "layers.1.a", "layers.2.experts.7.a", "norm", "head"]
     names = [f"model.{name}" for name in names]
     assert group_by_layers(names, 1) == [names[:1], names[1:3], names[3:4], names[4:5], names[5:]]

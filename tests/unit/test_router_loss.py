@@ -60,7 +60,7 @@ def expected_loss(policy: PolicyModel, rows: list[torch.Tensor], num_skipped: in
 
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("family", MIXTURES)
-def test_it_is_that_of_tokens_one_by_one(family, is_packed, tmp_path):
+def test_router_loss_equals_a_loop_over_tokens(family, is_packed, tmp_path):
     """Padding does not count: the last layer's router sees it, as ours are padded to the longest."""
     policy, rows = make_policy(family, tmp_path), sequences()
     expected = expected_loss(policy, rows)
@@ -70,7 +70,7 @@ def test_it_is_that_of_tokens_one_by_one(family, is_packed, tmp_path):
     assert abs(expected_loss(policy, padded) - expected) > 1e-4, "with padding it is another number"
 
 
-def test_a_shared_prompt_counts_once(tmp_path):
+def test_router_loss_counts_a_shared_prompt_once(tmp_path):
     policy, rows = make_policy("mixtral", tmp_path), sequences()
     rows = [torch.cat([rows[2], rows[0]]), torch.cat([rows[2], rows[3]])]
     run_pass(policy, rows, True, group_sizes=torch.tensor([2]))
@@ -79,7 +79,7 @@ def test_a_shared_prompt_counts_once(tmp_path):
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_a_step_has_it_by_the_items_of_its_loss(family, tmp_path):
+def test_router_loss_of_a_step_is_weighted_by_loss_items(family, tmp_path):
     policy, rows = make_policy(family, tmp_path), sequences()
     nll = run_pass(policy, rows, False)
     router_loss = policy.router_loss
@@ -97,7 +97,7 @@ def test_a_step_has_it_by_the_items_of_its_loss(family, tmp_path):
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_recomputed_layers_give_the_same(is_packed, tmp_path):
+def test_router_loss_is_unchanged_by_gradient_checkpointing(is_packed, tmp_path):
     results = []
     for name in ("plain", "recomputed"):
         policy = make_policy("qwen3_moe", tmp_path / name, gradient_checkpointing=name != "plain")
@@ -108,7 +108,7 @@ def test_recomputed_layers_give_the_same(is_packed, tmp_path):
         torch.testing.assert_close(found, expected)
 
 
-def test_where_there_is_none(tmp_path):
+def test_router_loss_is_none_without_gradients_experts_or_coefficient(tmp_path):
     """In evaluation, without gradients, of dense layers, of a dense model, without a coefficient."""
     policy, rows = make_policy("mixtral", tmp_path), sequences()
     with torch.no_grad():
@@ -127,7 +127,7 @@ def test_where_there_is_none(tmp_path):
 
 
 @pytest.mark.parametrize(("coefficient", "is_narrowed"), [(0.0, True), (0.001, False)])
-def test_all_tokens_go_through_the_last_router(coefficient, is_narrowed, tmp_path):
+def test_router_coefficient_disables_narrowing_of_the_last_layer(coefficient, is_narrowed, tmp_path):
     """Else that layer's would be over the tokens that a head reads."""
     model = build("mixtral")
     model.config.router_aux_loss_coef = coefficient
@@ -138,7 +138,7 @@ def test_all_tokens_go_through_the_last_router(coefficient, is_narrowed, tmp_pat
 
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("family", MIXTURES)
-def test_a_value_model_has_that_of_its_backbone(family, is_packed, tmp_path):
+def test_router_loss_of_a_value_model_is_its_backbones(family, is_packed, tmp_path):
     policy, rows = make_policy(family, tmp_path), sequences()
     run_pass(policy, rows, is_packed)
     values = load_value_model(ModelOptions(str(tmp_path)), 64).train()

@@ -22,7 +22,7 @@ def steps_of(folder) -> list[int]:
     return [row["step"] for row in lines_of(folder / "metrics.jsonl")]
 
 
-def test_files_and_lines_of_a_run(tmp_path, capsys):
+def test_run_logger_writes_files_and_lines(tmp_path, capsys):
     columns = ("sft/loss", "perf/step_seconds")
     logger = start_logger(tmp_path, None, columns, 3, log_interval=2, trackers=["tensorboard"])
     logger.log_event(0, {"sft/eval_loss": 3.0})
@@ -53,7 +53,7 @@ def test_a_number_that_json_cannot_hold_is_null_and_leaves_a_gap_in_the_curve(tm
     assert read_run(tmp_path).curves["a/norm"] == Curve([2], [2.0])
 
 
-def test_a_new_run_replaces_the_old_numbers(tmp_path):
+def test_run_logger_of_a_new_run_replaces_old_metrics(tmp_path):
     for value in (1.0, 2.0):
         logger = start_logger(tmp_path)
         logger.log(1, {"a/b": value})
@@ -84,7 +84,7 @@ def test_nothing_is_written_without_a_folder_or_by_other_ranks(
 # ---- resuming
 
 
-def test_a_resumed_run_has_every_line_once(tmp_path, monkeypatch):
+def test_run_logger_of_a_resumed_run_has_every_line_once(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(run_logger, "sync", lambda path: synced.append(path.name) or sync(path))
     first = start_logger(tmp_path)
@@ -170,7 +170,7 @@ def test_a_full_disk_under_the_output_or_a_reader_that_has_gone_ends_no_run(tmp_
     assert steps_of(tmp_path) == [1, 1]
 
 
-def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path, capsys, monkeypatch):
+def test_run_logger_warns_when_the_report_cannot_be_drawn(tmp_path, capsys, monkeypatch):
     logger = start_logger(tmp_path)
     logger.log(1, {"a/b": 1.0})
     with files_up_to(200):

@@ -72,7 +72,7 @@ ALL_OPTIONS = [
     ),
     no_top_p=lambda *args, top_p=1.0, **options: sample_tokens(*args, **options),
 )
-def test_a_token_by_hand(form, is_right):
+def test_sample_tokens_by_hand(form, is_right):
     def check(form):
         # p = .1 .4 .2 .3, cumulated .1 .5 .7 1
         logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().expand(6, 4)
@@ -94,7 +94,7 @@ def test_a_token_by_hand(form, is_right):
 
 @pytest.mark.parametrize("padding", [0.0, 50.0, math.nan])
 @pytest.mark.parametrize("options", ALL_OPTIONS)
-def test_tokens_and_what_was_kept_equal_a_float64_loop(options, padding):
+def test_sample_tokens_equals_a_float64_loop(options, padding):
     """Whatever stands behind the valid tokens."""
     logits = 2 * torch.randn(40, 750, generator=torch.Generator().manual_seed(0))
     valid = logits[:, :700].clone()
@@ -112,7 +112,7 @@ def test_tokens_and_what_was_kept_equal_a_float64_loop(options, padding):
 
 
 @pytest.mark.parametrize(("scale", "top_k"), [(0.0, 0), (0.01, 1500), (0.5, 0), (3.0, 1500)])
-def test_a_nucleus_of_any_size_is_that_of_the_loop(scale, top_k, monkeypatch):
+def test_sample_tokens_nucleus_equals_the_loop_at_any_size(scale, top_k, monkeypatch):
     """Above and below the number of candidates that a CPU tries first."""
     monkeypatch.setattr(sampling, "_NUCLEUS_CANDIDATES", 1024)
     generator = torch.Generator().manual_seed(0)
@@ -175,7 +175,7 @@ def test_a_token_of_probability_zero_is_never_drawn(form, is_right):
     judge(check, form, is_right)
 
 
-def test_greedy_is_the_argmax_of_the_valid_tokens():
+def test_sample_tokens_greedy_is_the_argmax_of_valid_tokens():
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
     logits[:, 40:] = 100.0
     uniforms = torch.rand(6, generator=torch.Generator().manual_seed(1))
@@ -196,7 +196,7 @@ def test_a_row_samples_its_token_whatever_the_batch():
         assert torch.equal(sample_tokens(logits[13:14], uniforms[13:14], **options), whole[13:14])
 
 
-def test_ties_with_the_last_token_kept_are_kept():
+def test_sample_tokens_keeps_ties_with_the_last_kept_token():
     logits = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0]]).expand(300, -1)
     uniforms = torch.arange(300) / 300
     assert sample_tokens(logits, uniforms, top_k=2).unique().tolist() == [0, 2, 3]

@@ -82,7 +82,7 @@ def complaints_about_rows(page: str, wanted: list[str]) -> list[str]:
     return found
 
 
-def test_the_page_is_right():
+def test_seed_rows_page_is_complete():
     assert complaints_about_rows(PAGE, ROWS) + complaints_about_names(PAGE, ROOT, FLAGS) == []
 
 
@@ -112,7 +112,7 @@ WRONG = [
 ]
 
 
-def test_what_is_wrong_is_told(tmp_path):
+def test_seed_rows_check_finds_each_mistake(tmp_path):
     for name, text in TREE.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -41,19 +41,19 @@ def run(redirection: str, tmp_path: Path, **environment: str) -> subprocess.Comp
 @pytest.mark.parametrize(
     "redirection", ["<&-", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-", "</dev/null | true", "2>/dev/full"]
 )
-def test_nobody_need_listen(redirection, tmp_path):
+def test_streams_survive_closed_output(redirection, tmp_path):
     done = run(redirection, tmp_path)
     assert done.returncode == 0 and b"Traceback" not in done.stderr + done.stdout
 
 
-def test_a_full_disk_is_said_once(tmp_path):
+def test_streams_report_a_full_disk_once(tmp_path):
     done = run(">/dev/full </dev/null", tmp_path)
     assert done.returncode == 0
     assert done.stderr.count(b"standard output cannot be written: No space left on device") == 1
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_letters_that_an_encoding_lacks_are_spelled_out(encoding, tmp_path):
+def test_streams_escape_characters_missing_from_the_encoding(encoding, tmp_path):
     done = run("</dev/null", tmp_path, PYTHONIOENCODING=encoding)
     spelled = "out ü ☃".encode(encoding, "backslashreplace")
     assert done.returncode == 0 and done.stdout.splitlines() == [spelled, b"more"]

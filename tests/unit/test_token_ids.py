@@ -37,7 +37,7 @@ def gapped(tiny_tokenizer) -> PreTrainedTokenizerFast:
     return made
 
 
-def test_the_highest_id_counts(gapped, tiny_tokenizer):
+def test_num_token_ids_is_set_by_the_highest_id(gapped, tiny_tokenizer):
     assert num_token_ids(gapped) == EOS_ID + 1
     assert num_token_ids(tiny_tokenizer) == len(tiny_tokenizer)
 

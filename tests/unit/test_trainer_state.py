@@ -51,7 +51,7 @@ class MeanOfMeans(ValueNormaliser):
     biased=Biased,
     mean_of_means=MeanOfMeans,
 )
-def test_both_kinds_by_hand(form, is_right):
+def test_value_normaliser_exp_and_ma_by_hand(form, is_right):
     """R56: value_norm exp and ma."""
 
     def check(form):

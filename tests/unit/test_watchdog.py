@@ -31,7 +31,7 @@ def fresh_position(monkeypatch):
     monkeypatch.setattr(failure_detector, "count_collectives", dict)  # a World changes it
 
 
-def test_phases_are_nested():
+def test_phases_nest_and_restore_the_outer_position():
     assert str(watchdog._position) == "in the start-up"
     with watchdog.phase("the rollout", 3):
         assert str(watchdog._position) == "at step 3 in the rollout"
@@ -41,7 +41,7 @@ def test_phases_are_nested():
     assert str(watchdog._position) == "at step 3 after the rollout"
 
 
-def test_an_error_keeps_the_innermost_position():
+def test_phase_error_keeps_the_innermost_position():
     error = ValueError("no")
     with pytest.raises(ValueError), watchdog.phase("the step", 2), watchdog.phase("the update"):
         raise error
@@ -64,13 +64,13 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
         (ValueError("timed out"), False),
     ],
 )  # fmt: skip
-def test_whose_failure_it_is(error, is_lost):
+def test_has_lost_ranks_by_error_and_its_context(error, is_lost):
     wrapped = KeyError("cleaning up")
     wrapped.__context__ = error
     assert has_lost_ranks(error) == has_lost_ranks(wrapped) == is_lost
 
 
-def test_want_of_memory():
+def test_is_out_of_memory_recognises_allocator_errors():
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
     assert not is_out_of_memory(RuntimeError("a bug"))
     with pytest.raises(RuntimeError) as caught:
@@ -78,7 +78,7 @@ def test_want_of_memory():
     assert is_out_of_memory(caught.value)
 
 
-def test_a_lone_process_leaves_as_ever(capfd, monkeypatch):
+def test_leave_after_in_a_lone_process_prints_memory_errors_alone(capfd, monkeypatch):
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setenv("WORLD_SIZE", "1")
     watchdog.leave_after(ValueError("the interpreter shows it"))
@@ -139,7 +139,7 @@ def text_of(verdicts: list[Verdict | None]) -> str:
     return verdicts[0].text
 
 
-def test_the_first_failure_is_told_to_all(world):
+def test_failure_detector_tells_all_ranks_the_first_failure(world):
     world.ranks[1].report_failure("rank 1 failed first, in the update: ValueError: no")
     world.ranks[2].report_failure("rank 2 failed first, of rank 1's failure")
     verdicts = world.wait(1)
@@ -147,7 +147,7 @@ def test_the_first_failure_is_told_to_all(world):
     assert verdicts[0].by == 1
 
 
-def test_a_process_that_is_gone(world):
+def test_failure_detector_reports_a_dead_process(world):
     """It is looked for twice: all may be about to end, by Ctrl-C. One of another machine is not."""
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
@@ -160,7 +160,7 @@ def test_a_process_that_is_gone(world):
     assert text_of(world.wait(2)).startswith("rank 1 died at step 3 in the rollout")
 
 
-def test_a_rank_that_leaves(world, monkeypatch):
+def test_failure_detector_reports_a_rank_that_exits_early(world, monkeypatch):
     """With an exit code it ends the others, which have time to follow; without one it waits for them."""
     monkeypatch.setattr(failure_detector, "LEAVE_SECONDS", 0.3)
     waiting = threading.Thread(target=world.ranks[0].say_goodbye, args=(0, ""), daemon=True)
@@ -172,7 +172,7 @@ def test_a_rank_that_leaves(world, monkeypatch):
     assert text_of(world.wait(0)) == words
 
 
-def test_ranks_that_leave_alike_end_nobody(world):
+def test_failure_detector_ignores_ranks_that_exit_together(world):
     leaving = [threading.Thread(target=d.say_goodbye, args=(2, "no such file")) for d in world.ranks]
     for thread in leaving:
         thread.start()
@@ -181,7 +181,7 @@ def test_ranks_that_leave_alike_end_nobody(world):
     assert not any(thread.is_alive() for thread in leaving) and world.wait(0) == [None] * 3
 
 
-def test_a_rank_that_is_silent_is_killed_by_the_others(world):
+def test_failure_detector_reports_a_silent_rank_as_stuck(world):
     world = World(4)
     world.wait(1)
     world.silent.add(1)
@@ -191,14 +191,14 @@ def test_a_rank_that_is_silent_is_killed_by_the_others(world):
     assert text_of(verdicts).startswith("rank 1 is stuck: no sign of life for ") and verdicts[0].stuck
 
 
-def test_where_all_are_well_the_error_is_told(world):
+def test_failure_detector_reports_the_first_error_when_all_ranks_answer(world):
     world.lose(0)
     world.lose(2)
     text = text_of(world.wait(SETTLE_SECONDS + 1))
     assert text.startswith(f"rank 0 failed first, at step 3 in the rollout: {CLOSED}; look at the network")
 
 
-def test_a_rank_that_lets_others_wait(world):
+def test_failure_detector_reports_the_rank_that_a_collective_waits_for(world):
     """Of those that are behind it is the one that has begun the fewest collectives."""
     world.calls[0]["world"] = world.calls[2]["world"] = 8
     assert world.wait(LIMIT - 2) == [None] * 3
@@ -210,7 +210,7 @@ def test_a_rank_that_lets_others_wait(world):
     assert f"--collective_timeout {LIMIT:g} s" in verdicts[0].text and not verdicts[0].stuck
 
 
-def test_processes():
+def test_is_dead_and_kill_of_stopped_zombie_and_remote_processes():
     """A stopped process lives, and ends by kill, a zombie does not live; another machine's is not touched."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     process = (this_machine(), child.pid)
