@@ -4,9 +4,9 @@ python fork_server.py SOCKET
 
 Reads one JSON line a request, {"jobs": [[step, argv], ...], "ranks": 2, "env": {...}, "log": FOLDER, "hooks":
 [...], "seconds": 120, "cwd": FOLDER, "gpu": {...}}, and answers with one: exit codes (negative for a signal)
-and seconds. Jobs are run one after the other in one process group; one whose step is "pytest" runs tests. A
-rank's output goes to FOLDER/rank-0.out and .err. With "gpu", arguments of `pretended_gpu`, it has one, and
-rank-0.json says what happened on it.
+and seconds. Jobs are run one after the other in one process group; a step that is no number is a module, run
+as by python -m. A rank's output goes to FOLDER/rank-0.out and .err. With "gpu", arguments of `pretended_gpu`,
+it has one, and rank-0.json says what happened on it.
 
 A hook is {"at": "package.module:Class.method", "call": 3, "when": "before", "do": "kill", "rank": 0}: at the
 third call of that function the rank does it: kill | term | int | stop (signals to itself), raise:TEXT,
@@ -20,6 +20,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -28,7 +29,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import pytest
 from torch.distributed import set_debug_level_from_env
 
 HERE = Path(__file__).resolve().parent
@@ -90,10 +90,12 @@ def spoil(result: Any) -> Any:
 def run_jobs(jobs: list[tuple[int | str, list[str]]]) -> None:
     """Run programs, and say when each has ended."""
     for step, words in jobs:
-        if step == "pytest":
-            raise SystemExit(pytest.main(words))
-        run_here(step, words)
-        print("ended well", flush=True)
+        if step in STEPS:
+            run_here(step, words)
+            print("ended well", flush=True)
+        else:
+            sys.argv = [step, *words]
+            runpy.run_module(step, run_name="__main__", alter_sys=True)
 
 
 def run_rank(request: dict[str, Any], rank: int, port: int) -> None:

@@ -27,6 +27,11 @@ class ForkedRun:
         """The exit code of the first rank."""
         return self.codes[0]
 
+    @property
+    def lines(self) -> list[str]:
+        """The standard output of the first rank."""
+        return (self.folder / "rank-0.out").read_text().splitlines()
+
     def text(self, rank: int = 0) -> str:
         """Return what a rank has said."""
         return "".join(
@@ -44,11 +49,13 @@ class ForkServer:
     def __init__(self, channel: Any, folder: Path) -> None:
         self.channel, self.folder, self.num_runs = channel, folder, 0
 
-    def run(self, step: int, flags: dict[str, Any] | list[str], **more: Any) -> ForkedRun:
-        """Return what became of a run of a step's program; `more` is that of fork_server.py's requests."""
+    def run(self, step: int | str, flags: dict[str, Any] | list[str], **more: Any) -> ForkedRun:
+        """Return what became of a run of a step's program, or of a module as by python -m; `more` is that of
+        fork_server.py's requests.
+        """
         return self.run_all([(step, flags)], **more)
 
-    def run_all(self, jobs: list[tuple[int, dict[str, Any] | list[str]]], **more: Any) -> ForkedRun:
+    def run_all(self, jobs: list[tuple[int | str, dict[str, Any] | list[str]]], **more: Any) -> ForkedRun:
         """Return what became of runs one after the other in one process group; one that fails ends them."""
         self.num_runs += 1
         folder = self.folder / f"run-{self.num_runs:04d}"

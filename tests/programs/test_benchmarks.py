@@ -23,26 +23,29 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.stem)
-def test_a_quick_run_ends_with_its_line(program):
-    done = run([sys.executable, str(program), "--quick"])
-    found = json.loads(done.stdout.splitlines()[-1])
+def test_quick_benchmark_ends_with_its_json_line(forks, program):
+    done = forks.run(f"benchmarks.{program.stem}", ["--quick"], seconds=240)
+    assert done.code == 0, done.text()
+    found = json.loads(done.lines[-1])
     assert found["name"] == program.stem.removeprefix("bench_")
     assert found.keys() >= KEYS
     assert found["ours"] > 0
-    is_alone = "--trl_python is not given" in done.stdout
+    is_alone = "--trl_python is not given" in done.text()
     assert is_alone == ("peer_environment" in program.read_text())
     assert all((found[key] is None) == is_alone for key in ("peer", "ratio", "ratios") if key in found)
 
 
 @pytest.mark.parametrize("name", bench_evidence.NAMES)
-def test_evidence_is_made_again(name, tmp_path):
-    command = [sys.executable, str(EVIDENCE), name, "--quick"]
+def test_quick_evidence_ends_with_its_facts(forks, name, tmp_path):
+    command = [name, "--quick"]
     if name == "rewards":
         rows = [{"prompt": f"{n}+4=", "chosen": f"{n + 4}", "rejected": "1"} for n in range(10, 90)]
         pairs = tmp_path / "pairs.jsonl"
         pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
         command += ["--data_path", str(pairs)]
-    found = json.loads(run(command, seconds=300).stdout.splitlines()[-1])
+    done = forks.run("benchmarks.bench_evidence", command, seconds=300)
+    assert done.code == 0, done.text()
+    found = json.loads(done.lines[-1])
     assert found["name"] == name and f"{name} --quick" in found["command"]
     if name == "peers":
         assert "left out" in found["peers"]
@@ -91,12 +94,11 @@ def test_a_case_is_summed_up_beside_the_runs_without_its_mistake():
     assert found["kl"] == 1.0 and found["gap"] == 0.5
 
 
-def test_a_quick_grpo_step_has_eight_responses_to_a_prompt():
-    program = ROOT / "benchmarks/bench_ppo_step.py"
-    done = run([sys.executable, str(program), "--quick", "--algorithm", "grpo"])
-    found = json.loads(done.stdout.splitlines()[-1])
+def test_quick_grpo_benchmark_has_eight_responses_to_a_prompt(forks):
+    done = forks.run("benchmarks.bench_ppo_step", ["--quick", "--algorithm", "grpo"])
+    found = json.loads(done.lines[-1])
     assert found["name"] == "grpo_step" and "16 prompts x 8" in found["model"]
-    assert "make_peer_env.sh trl-1.16" in done.stdout
+    assert "make_peer_env.sh trl-1.16" in done.text()
 
 
 def test_needed_flops_are_those_by_hand():

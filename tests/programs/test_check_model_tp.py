@@ -1,9 +1,6 @@
 """python -m tools.check_model on two real ranks: sound plans pass, wrong ones fail and nothing hangs."""
 
-import sys
-
 import pytest
-from program_runs import run
 
 pytestmark = pytest.mark.slow
 
@@ -20,17 +17,23 @@ def wrong(config):
 """
 
 
-def check(folder, *words, may_fail=False):
-    flags = ["--tp_sizes", "2", "--max_new_tokens", "4", *words]
-    done = run([sys.executable, "-m", "tools.check_model", folder, *flags], may_fail=may_fail)
-    (line,) = [line for line in done.stdout.splitlines() if line[5:].startswith("tensor parallel 2")]
-    return done.returncode, line, done
+@pytest.fixture
+def check(forks, tmp_path):
+    """Run the tool; return its exit code, its line of the slices, and its last line."""
+
+    def run(folder, *words):
+        flags = [folder, "--tp_sizes", "2", "--max_new_tokens", "4", *words]
+        done = forks.run("tools.check_model", flags, env={"PYTHONPATH": str(tmp_path)}, cwd=str(tmp_path))
+        (line,) = [line for line in done.lines if line[5:].startswith("tensor parallel 2")]
+        return done.code, line, done.lines[-1]
+
+    return run
 
 
-def test_slices_compute_what_the_whole_does(tiny_model_folder):
-    code, line, done = check(tiny_model_folder("falcon_new"))
+def test_check_model_accepts_a_sound_plan(check, tiny_model_folder):
+    code, line, verdict = check(tiny_model_folder("falcon_new"))
     assert code == 0 and line.startswith("ok ") and "largest difference " in line
-    assert done.stdout.splitlines()[-1].startswith("ok: 4 checks of ")
+    assert verdict.startswith("ok: 4 checks of ")
 
 
 @pytest.mark.parametrize(
@@ -43,9 +46,8 @@ def test_slices_compute_what_the_whole_does(tiny_model_folder):
         ),
     ],
 )
-def test_a_wrong_plan_fails(change, told, tiny_model_folder, tmp_path, monkeypatch):
+def test_check_model_finds_a_wrong_plan(change, told, check, tiny_model_folder, tmp_path):
     (tmp_path / "wrong_plan.py").write_text(WRONG_PLANS.format(change=change))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    code, line, done = check(tiny_model_folder("gpt2"), "--plugins", "wrong_plan", may_fail=True)
+    code, line, verdict = check(tiny_model_folder("gpt2"), "--plugins", "wrong_plan")
     assert code == 1 and line.startswith("FAIL ") and told in line
-    assert done.stdout.splitlines()[-1] == "not ok: tensor parallel 2"
+    assert verdict == "not ok: tensor parallel 2"
