@@ -13,6 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when a library is imported; a look-up
 os.environ["NO_PLAN"] = "1"  # a memory plan, made by a process of its own, takes longer than a tiny run
 # bitsandbytes alone would compile, and loads the compiler wherever it is imported: a second for each process.
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that wait for work leave the core to another test
 
 import pytest
 from tiny_configs import tiny_config

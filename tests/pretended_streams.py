@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from pretended_tensors import leaves_of, now
+from pretended_tensors import now, tensors_in
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -86,7 +86,7 @@ class Graph:
         with self.gpu.quiet():
             args, kwargs = tree_map_only(Tensor, self._take, (args, kwargs))
         is_new = not (hasattr(func, "_schema") and func._schema.is_mutable)
-        self.tape.append((func, args, kwargs, leaves_of(out) if is_new else []))
+        self.tape.append((func, args, kwargs, list(tensors_in(out)) if is_new else []))
 
     def own(self, made: Any) -> None:
         """Keep what is made in the capture: its memory is the graph's."""
@@ -129,7 +129,7 @@ class Graph:
                 if getattr(func, "namespace", "") == "c10d":
                     new[-1].wait()
                     continue
-                for old, value in zip(out, leaves_of(new) if out else (), strict=True):
+                for old, value in zip(out, tensors_in(new) if out else (), strict=True):
                     if isinstance(old, Tensor):
                         old.copy_(value)
 

@@ -10,10 +10,17 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.bench_device_traffic import TINY, build_steps, text_rows
 from common.data.packed_batch import collate_sft, to_device
+from common.models import attention
 from common.models.loading import set_dropout
 from common.models.policy_model import PolicyModel, compute_nll_sum
 
 pytestmark = pytest.mark.usefixtures("process_group")
+
+
+@pytest.fixture(autouse=True)
+def our_attention() -> None:
+    """What loading a model installs; these are made from a configuration."""
+    attention.install()
 
 
 @pytest.mark.slow
