@@ -12,13 +12,7 @@ from program_runs import largest_difference, read_curve, read_metrics, read_weig
 from test_resume import PPO_POINTS, assert_same_run, stop_and_resume
 from tiny_inputs import step_flags, write_rows
 
-from training_scripts.verifiable.build_inputs import (
-    CHARACTERS,
-    SEED,
-    build_tokenizer,
-    save_base_model,
-    sums,
-)
+from training_scripts.verifiable.build_inputs import CHARACTERS, SEED, build_tokenizer, save_base_model, sums
 
 pytestmark = pytest.mark.slow
 

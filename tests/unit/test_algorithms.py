@@ -17,13 +17,7 @@ from rollout_batches import make_batch, random_batch
 
 from common.data.packed_batch import PackedBatch
 from common.models.tensor_ops import whiten
-from step3_ppo.algorithms import (
-    ALGORITHMS,
-    Algorithm,
-    fill_defaults,
-    find_algorithm,
-    unused_flags,
-)
+from step3_ppo.algorithms import ALGORITHMS, Algorithm, fill_defaults, find_algorithm, unused_flags
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ppo_math import group_centre, group_whiten
 from step3_ppo.rollout_batch import response_mask, tokens, with_tokens

@@ -42,12 +42,7 @@ CONVERSATIONS = {
         {},
     ),
     "a call of a tool": (
-        [
-            TURNS[0],
-            ("assistant", "", {"tool_calls": [CALL]}),
-            ("tool", "30 degrees"),
-            ("assistant", "Yes."),
-        ],
+        [TURNS[0], ("assistant", "", {"tool_calls": [CALL]}), ("tool", "30 degrees"), ("assistant", "Yes.")],
         {"tools": [WEATHER]},
     ),
 }

@@ -209,10 +209,7 @@ def test_scores_beside_the_divergence_are_those_of_the_head_alone():
     ids = torch.arange(N)
     student = OutputHead(*inputs, options)
     both = scores_and_divergence(student, ids, teacher=teacher, beta=0.4, token_weights=weights)
-    alone = (
-        student.logprobs(ids, with_entropy=True),
-        fast(inputs, options, teacher, weights, 0.4),
-    )
+    alone = (student.logprobs(ids, with_entropy=True), fast(inputs, options, teacher, weights, 0.4))
     for found, expected in zip(both, [x for part in alone for x in part], strict=True):
         assert torch.equal(found, expected)
 

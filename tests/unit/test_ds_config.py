@@ -21,8 +21,7 @@ def zero_section(**options) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("stage", "dtype", "expected"),
-    [(0, "fp32", 0), (0, "bf16", 1), (0, "fp16", 1), (3, "bf16", 3)],
+    ("stage", "dtype", "expected"), [(0, "fp32", 0), (0, "bf16", 1), (0, "fp16", 1), (3, "bf16", 3)]
 )
 def test_bf16_never_runs_without_fp32_master_weights(stage, dtype, expected):
     config = build_config(zero_stage=stage, dtype=dtype)

@@ -11,12 +11,7 @@ from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassificatio
 from plain_logits import compute_logits
 from safetensors.torch import load_file, save_file
 from tiny_configs import FAMILIES
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    LlamaConfig,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 
 from common.data.tokenizer import load_tokenizer
 from common.flags.args import Problems

@@ -103,10 +103,7 @@ def outcome_of(program: str, words: list[str]) -> tuple[str, str]:
     """Return how a program ended, and what it said; whatever it raises besides is the caller's to see."""
     module = importlib.import_module(program)
     said = io.StringIO()
-    with (
-        contextlib.ExitStack() as patches,
-        contextlib.redirect_stderr(said),
-    ):
+    with contextlib.ExitStack() as patches, contextlib.redirect_stderr(said):
         for name in PROGRAMS[program][1]:
             patches.enter_context(mock.patch(f"{program}.{name}", mock.Mock(side_effect=Reached)))
         try:

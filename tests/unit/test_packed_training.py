@@ -29,12 +29,7 @@ from step2_reward.answer_scores import (
     shared_length,
 )
 from step2_reward.arguments import RewardArguments
-from step2_reward.pair_trainer import (
-    DPOTrainer,
-    RewardTrainer,
-    compute_pair_losses,
-    judge_pairs,
-)
+from step2_reward.pair_trainer import DPOTrainer, RewardTrainer, compute_pair_losses, judge_pairs
 from step3_ppo.roles import build_response_inputs
 
 LENGTHS = [(4, 9), (1, 2), (12, 3), (2, 7), (6, 6)]  # prompt, response

@@ -19,12 +19,7 @@ COMMANDS = [command for page in pages() for command in commands_of(page)]
 PROGRAMS = {program.command: program.flags for program in find_programs()}
 STEP_PROGRAMS = ("step1_sft", "step2_reward", "step3_ppo")
 # Tools of others, with what they are asked to do.
-OTHERS = {
-    "pre-commit": {"install"},
-    "source": set(),
-    "pip": {"install"},
-    "lm_eval": {"--model"},
-}
+OTHERS = {"pre-commit": {"install"}, "source": set(), "pip": {"install"}, "lm_eval": {"--model"}}
 LAUNCHERS = ("deepspeed", "torchrun")
 
 

@@ -19,15 +19,8 @@ from step3_ppo.policy_losses import (
     clipped_surrogate,
     find_policy_loss,
 )
-from step3_ppo.ppo_math import (
-    loss_weights,
-    policy_log_ratio,
-    value_loss_terms,
-)
-from step3_ppo.rollout_correction import (
-    FORMS,
-    correction_weights,
-)
+from step3_ppo.ppo_math import loss_weights, policy_log_ratio, value_loss_terms
+from step3_ppo.rollout_correction import FORMS, correction_weights
 
 
 def policy_loss(new, old, advantages, mask, clip_range=(0.2, 0.2), dual_clip=0.0):

@@ -215,8 +215,7 @@ def test_a_row_of_bad_form_says_why(row, reason):
 
 
 @pytest.mark.parametrize(
-    "row",
-    [ROW | {"chosen": " \n"}, {"text": ""}, {"prompt": [], "answer": "x"}, {"conversations": []}],
+    "row", [ROW | {"chosen": " \n"}, {"text": ""}, {"prompt": [], "answer": "x"}, {"conversations": []}]
 )
 def test_an_empty_row_is_no_bad_row(row):
     with pytest.raises(EmptyRow):

@@ -18,9 +18,7 @@ from step3_ppo.arguments import PPOArguments
 from step3_ppo.checks import check_flags
 from step3_ppo.policy_losses import build_policy_loss
 from step3_ppo.ppo_losses import PPOLosses
-from step3_ppo.ppo_math import (
-    KLController,
-)
+from step3_ppo.ppo_math import KLController
 from step3_ppo.rollout_correction import (
     BINS,
     FORMS,

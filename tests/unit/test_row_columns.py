@@ -242,10 +242,7 @@ def test_columns_by_any_name(tmp_path, tiny_tokenizer):
 def test_wrong_columns_are_named(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", [{"frage": "warm?", "antwort": "cold"}])
     for columns, reason in (
-        (
-            "prompt=question,response=antwort",
-            "the row has no `question`, which should hold its `prompt`",
-        ),
+        ("prompt=question,response=antwort", "the row has no `question`, which should hold its `prompt`"),
         ("promt=frage", "--columns promt=frage: give NAME=COLUMN"),
         ("prompt=frage,promt=x", "--columns promt=x: give NAME=COLUMN"),
         ("prompt", "--columns prompt: give NAME=COLUMN"),

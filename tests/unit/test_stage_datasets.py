@@ -266,12 +266,7 @@ def test_check_sources_tells_all_problems_at_once(tmp_path, write_rows, options)
     assert len(problems) == len(expected)
     for problem, text in zip(problems, expected, strict=True):
         assert text in problem
-    assert ["step 2 reads prompt/chosen/rejected | " in p for p in problems] == [
-        False,
-        False,
-        True,
-        False,
-    ]
+    assert ["step 2 reads prompt/chosen/rejected | " in p for p in problems] == [False, False, True, False]
     (problem,) = check_sources(options(good, 2, data_split="1,0,1"))
     assert "--data_split 1,0,1 leaves nothing to step 2" in problem
 

@@ -199,13 +199,7 @@ TURING, AMPERE = (7, 5), (8, 0)
     [
         (AMPERE, "", "bf16", "", ""),
         (AMPERE, "bf16", "bf16", "", ""),
-        (
-            TURING,
-            "",
-            "fp32",
-            "",
-            " emulates bf16, slower than fp32: this runs in fp32; --dtype fp16",
-        ),
+        (TURING, "", "fp32", "", " emulates bf16, slower than fp32: this runs in fp32; --dtype fp16"),
         (TURING, "fp16", "fp16", "", ""),
         (TURING, "bf16", "bf16", " emulates bf16, slower than fp32; use fp16 or fp32", ""),
         (None, "fp16", "fp16", "--dtype fp16 needs a GPU; use fp32", ""),

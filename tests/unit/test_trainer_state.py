@@ -46,11 +46,7 @@ class MeanOfMeans(ValueNormaliser):
         self.weight /= int(mask.sum())
 
 
-@forms(
-    ValueNormaliser,
-    biased=Biased,
-    mean_of_means=MeanOfMeans,
-)
+@forms(ValueNormaliser, biased=Biased, mean_of_means=MeanOfMeans)
 def test_value_normaliser_exp_and_ma_by_hand(form, is_right):
     """R56: value_norm exp and ma."""
 
