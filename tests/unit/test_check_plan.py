@@ -177,16 +177,18 @@ def test_a_suggestion_fits_when_it_is_followed_and_nothing_of_it_is_idle(make, m
     assert not any(fits(changes[:i] + changes[i + 1 :]) for i in range(len(changes)))
 
 
-def test_a_single_cheap_change_comes_before_dear_ones(run_plan):
-    code, printed = run_plan(1, "--gpu_memory_gib", "40", "--per_device_train_batch_size", "64")
-    assert code == 1 and "change: --gradient_checkpointing\n" in printed
+ROWS = "--per_device_train_batch_size"
 
 
-def test_a_card_without_bf16_is_planned_in_fp32_and_offered_fp16(run_plan):
-    code, printed = run_plan(1, "--gpu", "t4-16g", "--lora_dim", "8", "--per_device_train_batch_size", "8")
-    assert code == 1 and "on 1 x t4-16g, fp32" in printed and "change: --dtype fp16\n" in printed
-
-
-def test_nothing_helps_a_model_that_is_too_large(run_plan):
-    code, printed = run_plan(1, "--gpu_memory_gib", "2.1")
-    assert code == 1 and "no flags together make it fit: take more GPUs" in printed
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        # a single cheap change comes before dear ones
+        (f"--gpu_memory_gib 40 {ROWS} 64", ["change: --gradient_checkpointing\n"]),
+        (f"--gpu t4-16g --lora_dim 8 {ROWS} 8", ["on 1 x t4-16g, fp32", "change: --dtype fp16\n"]),
+        ("--gpu_memory_gib 2.1", ["no flags together make it fit: take more GPUs"]),
+    ],
+)
+def test_plan_of_what_does_not_fit_exits_with_1_and_advice(flags, told, run_plan):
+    code, printed = run_plan(1, *flags.split())
+    assert code == 1 and all(text in printed for text in told), printed

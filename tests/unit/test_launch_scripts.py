@@ -210,15 +210,6 @@ def test_a_missing_hostfile_is_an_error_and_not_a_run_on_one_machine(tmp_path: P
 # ---- memory
 
 
-@pytest.mark.parametrize(
-    ("model", "machine", "step"),
-    [("meta-llama/Llama-3.1-8B", "single_node", "dpo"), ("Qwen/Qwen3-0.6B-Base", "single_gpu", "ppo")],
-)
-def test_the_table_states_the_planned_memory_of_some(model, machine, step):
-    row = find_row(model, machine)
-    assert planned_gib(step, row) == float(getattr(row, f"{step}_gib"))
-
-
 def usable_gib(size: str) -> float:
     """What torch can use of the smallest card that is sold with so many GB."""
     return min(device.memory_gib for kind, device in DEVICES.items() if kind.endswith(f"-{size}g"))
