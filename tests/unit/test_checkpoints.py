@@ -80,7 +80,7 @@ def test_save_checkpoint_writes_the_expected_files(tmp_path):
     assert found.meta == {"args": {"seed": 3}, "format": FORMAT, "numbers": numbers}
 
 
-def test_checkpoints_are_ordered_by_time_and_not_by_the_alphabet(tmp_path):
+def test_find_checkpoints_orders_by_step_not_alphabet(tmp_path):
     order = ["step-000002", "step-000002-rollout", "step-000002-update-0001", "step-000002-update-10000"]
     order += ["step-999999", "step-1000000", "step-1000000-rollout"]
     for name in sorted(order):
@@ -96,7 +96,7 @@ def test_save_total_limit_keeps_that_many_checkpoints(tmp_path, limit, kept):
     assert names(tmp_path) == [f"step-{n:06d}" for n in kept] and newest(tmp_path) == (10, [])
 
 
-def test_loaded_random_numbers_are_those_that_would_have_come(tmp_path):
+def test_random_state_load_continues_the_random_numbers(tmp_path):
     def draw() -> list[float]:
         return [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
 
@@ -107,7 +107,7 @@ def test_loaded_random_numbers_are_those_that_would_have_come(tmp_path):
     assert draw() == expected
 
 
-def test_a_gpus_random_numbers_go_on_too(tmp_path):
+def test_random_state_load_continues_those_of_a_gpu(tmp_path):
     found: list[list[int]] = []
     state = {
         "get_rng_state": lambda: torch.arange(16, dtype=torch.uint8),
@@ -201,7 +201,7 @@ def test_checkpoint_damaged_on_one_rank_is_rejected_on_all(two, monkeypatch):
     assert newest_whole([found, older], []) is older and not heard
 
 
-def test_another_runs_checkpoint_is_an_error_and_no_damage(two):
+def test_load_newest_rejects_another_runs_checkpoint(two):
     found, _ = find_checkpoints(two)
     with pytest.raises(ValueError, match="step-000002 is not of this run: critic: 'critic'"):
         load_newest(found, {"critic": SimplePart()})
@@ -210,7 +210,7 @@ def test_another_runs_checkpoint_is_an_error_and_no_damage(two):
 # ---- Leftovers and failures
 
 
-def test_what_a_crash_left_is_no_checkpoint_and_in_nobodys_way(two):
+def test_find_checkpoints_ignores_leftovers_of_a_crash(two):
     source = two / "checkpoints" / "step-000002"
     for name in ("step-000003.writing", "step-000000.deleting", "step-000009.superseded"):
         shutil.copytree(source, two / "checkpoints" / name)
@@ -232,7 +232,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("function", FAILURES)
-def test_a_save_that_fails_leaves_the_ones_before_it_and_nothing_else(two, monkeypatch, function):
+def test_failed_save_leaves_earlier_checkpoints_and_nothing_else(two, monkeypatch, function):
     fail_at(monkeypatch, function, FAILURES[function])
     with pytest.raises(SaveFailed, match=f"rank 0 failed: .*{str(FAILURES[function])[-12:]}"):
         save(two, 3)
@@ -242,7 +242,7 @@ def test_a_save_that_fails_leaves_the_ones_before_it_and_nothing_else(two, monke
     assert names(two) == ["step-000002", "step-000003"] and newest(two) == (3, [])
 
 
-def test_a_run_folder_that_is_gone_is_not_made_anew(two):
+def test_save_checkpoint_does_not_recreate_a_missing_run_folder(two):
     """A network folder that is no longer mounted leaves an empty place: nothing is to be written there."""
     two.rename(two.with_name("away"))
     with pytest.raises(SaveFailed, match="No such file or directory"):

@@ -90,7 +90,7 @@ def test_find_run_skips_a_damaged_checkpoint_with_a_note(run):
     )
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew_unasked(run):
+def test_find_run_rejects_a_run_whose_checkpoints_are_all_damaged(run):
     for step in (1, 2):
         (run / "checkpoints" / f"step-00000{step}" / "meta.json").unlink()
     earlier, (problem,) = find(f"--output_dir {run}")
@@ -99,14 +99,14 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew_unasked(run):
     assert find(f"--output_dir {run} --resume overwrite") == (EarlierRun(), [])
 
 
-def test_a_run_that_had_saved_nothing_begins_anew_and_says_so(tmp_path):
+def test_find_run_starts_over_a_run_without_checkpoints_with_a_note(tmp_path):
     run = leave_run(tmp_path / "run", steps=())
     earlier, problems = find(f"--output_dir {run}")
     assert not names(earlier) and not problems
     assert earlier.notes == [f"the run in {run} had saved no checkpoint yet: it starts over"]
 
 
-def test_a_finished_run_has_nothing_left_to_do_unless_it_is_to_be_longer(tmp_path):
+def test_find_run_reports_a_finished_run_unless_it_is_made_longer(tmp_path):
     run = leave_run(tmp_path / "run", is_finished=True)
     earlier, problems = find(f"--output_dir {run}")
     assert f"the run in {run} has finished: 2 steps; its models are in {run}/export" in earlier.finished
@@ -133,7 +133,7 @@ def test_find_run_rejects_a_finished_run_with_other_flags(words, told, tmp_path)
 
 @pytest.mark.parametrize("is_finished", [True, False])
 @pytest.mark.parametrize("kind", [RewardArguments, PPOArguments])
-def test_a_folder_of_another_program_is_refused(kind, is_finished, tmp_path):
+def test_find_run_rejects_a_folder_of_another_program(kind, is_finished, tmp_path):
     run = leave_run(tmp_path / "run", is_finished=is_finished)
     problems = Problems()
     find_run(kind(output_dir=str(run)), problems)
@@ -154,7 +154,7 @@ def test_a_folder_of_another_program_is_refused(kind, is_finished, tmp_path):
         ),
     ],
 )
-def test_an_export_that_is_not_whole_is_written_again(damage, tmp_path):
+def test_find_run_resumes_a_finished_run_with_a_damaged_export(damage, tmp_path):
     run = leave_run(tmp_path / "run", is_finished=True)
     damage(run / "export")
     earlier, problems = find(f"--output_dir {run}")
@@ -184,7 +184,7 @@ def test_find_run_ignores_what_a_kill_left_at_the_start(tmp_path):
     assert find(f"--output_dir {run}") == (EarlierRun(), [])
 
 
-def test_other_files_are_not_written_over_unasked(run):
+def test_find_run_rejects_a_folder_with_other_files(run):
     _, (problem,) = find(f"--output_dir {run} --resume never")
     assert problem.startswith(f"--output_dir {run} holds ")
     (run / "args.json").unlink()  # some folder, and no run's
@@ -195,7 +195,7 @@ def test_other_files_are_not_written_over_unasked(run):
 # ---- --resume PATH
 
 
-def test_a_checkpoint_a_folder_of_them_or_a_run_can_be_named(run):
+def test_resume_path_may_be_a_checkpoint_their_folder_or_a_run(run):
     first = run / "checkpoints" / "step-000001"
     expected = {first: ["step-000001"], run: ["step-000002", "step-000001"]}
     for path, found in (expected | {run / "checkpoints": expected[run]}).items():
@@ -204,7 +204,7 @@ def test_a_checkpoint_a_folder_of_them_or_a_run_can_be_named(run):
             assert names(earlier) == found and not problems and earlier.is_elsewhere is is_elsewhere
 
 
-def test_a_run_goes_on_in_another_folder_that_is_free(run, tmp_path):
+def test_resume_path_continues_in_another_empty_folder(run, tmp_path):
     earlier, problems = find(f"--resume {run} --output_dir {tmp_path / 'new'}")
     assert earlier.is_elsewhere and names(earlier)[0] == "step-000002" and not problems
     other = leave_run(tmp_path / "other", steps=())
@@ -212,7 +212,7 @@ def test_a_run_goes_on_in_another_folder_that_is_free(run, tmp_path):
     assert problem.endswith("; choose another folder")
 
 
-def test_a_path_that_is_no_checkpoint_is_named_with_the_reason(run, tmp_path):
+def test_resume_path_without_a_checkpoint_is_rejected_with_the_reason(run, tmp_path):
     damaged = run / "checkpoints" / "step-000001"
     (damaged / "meta.json").write_bytes(b"")
     for path, why in (
@@ -232,7 +232,7 @@ def compare(now: str, before: dict) -> tuple[list[str], list[str]]:
     return compare_flags(parse(now), before, "ORIGIN", problems), problems.messages
 
 
-def test_a_flag_that_makes_it_another_run_is_refused_with_both_values():
+def test_compare_flags_rejects_changed_hyperparameters_with_both_values():
     notes, problems = compare("--learning_rate 1e-3 --seed 5", flags_of("--learning_rate 2e-3 --seed 4"))
     rate, seed = sorted(problems)
     expected = "--learning_rate 0.001 differs from the 0.002 of ORIGIN, which would be another run; give"
@@ -240,7 +240,7 @@ def test_a_flag_that_makes_it_another_run_is_refused_with_both_values():
     assert seed.startswith("--seed 5 differs from the 4 of ORIGIN")
 
 
-def test_flags_that_move_no_number_are_taken_as_they_are_given_and_noted():
+def test_compare_flags_notes_changes_that_affect_no_result():
     before = flags_of("--zero_stage 0 --save_interval 5")
     notes, problems = compare("--zero_stage 3 --save_interval 7 --output_dir x --local_rank 1", before)
     assert not problems
@@ -248,7 +248,7 @@ def test_flags_that_move_no_number_are_taken_as_they_are_given_and_noted():
     assert set(notes) == told
 
 
-def test_flags_that_an_earlier_version_had_or_lacked():
+def test_compare_flags_translates_flags_of_earlier_versions():
     """Those without effect, and switches, are translated; a removed one is refused where it did something."""
     ignored = dict.fromkeys(IGNORED, "something else")
     assert compare("", flags_of("") | ignored | {"disable_dropout": False}) == ([], [])
@@ -275,7 +275,7 @@ def test_compare_flags_reads_ema_flags_of_an_earlier_version(is_on, decay, words
     assert compare_flags(now, before, "ORIGIN", problems) == [] == problems.messages
 
 
-def test_the_precision_is_compared_by_what_it_was_resolved_to(monkeypatch):
+def test_compare_flags_compares_the_resolved_dtype(monkeypatch):
     """An empty --dtype is what the machine has best."""
     before = flags_of("") | {"resolved_dtype": "bf16"}
     monkeypatch.setattr("common.ranks.distributed.dtype_name", lambda flag: flag or "bf16")
@@ -286,7 +286,7 @@ def test_the_precision_is_compared_by_what_it_was_resolved_to(monkeypatch):
         assert problem.startswith("--dtype fp32 differs from the bf16 of ORIGIN")
 
 
-def test_a_resumed_run_keeps_the_precision_that_auto_was(run, tmp_path):
+def test_resumed_dtype_keeps_what_auto_was(run, tmp_path):
     """As the newest checkpoint has it, or the flags of a run without one."""
     told = flags_of("") | {"resolved_dtype": "bf16"}
     save_checkpoint(run, "step-000003", make_parts(3), told, 0)
@@ -298,7 +298,7 @@ def test_a_resumed_run_keeps_the_precision_that_auto_was(run, tmp_path):
     assert resumed_dtype(parse(f"--output_dir {tmp_path}/new --dtype auto")) == resumed_dtype(parse("")) == ""
 
 
-def test_flags_are_those_of_the_checkpoint_and_not_of_a_later_start(run):
+def test_find_run_compares_flags_of_the_checkpoint_not_of_args_json(run):
     """args.json is what the last start had, which may have been refused later or have saved nothing."""
     (run / "args.json").write_text(json.dumps(flags_of(f"--output_dir {run} --learning_rate 0.5")))
     _, problems = find(f"--output_dir {run}")

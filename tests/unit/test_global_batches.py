@@ -59,14 +59,14 @@ def global_rows(rows: int, accumulation: int, world_size: int, **more) -> list[l
 
 @pytest.mark.parametrize(("rows", "accumulation", "world_size"), [(4, 2, 1), (4, 1, 2), (2, 2, 2), (1, 2, 4)])
 @pytest.mark.parametrize("lengths", [(), [((7 * i) % 23,) for i in ROWS]])
-def test_a_step_has_the_same_rows_however_they_are_dealt(rows, accumulation, world_size, lengths):
+def test_global_batches_have_the_same_rows_under_any_split(rows, accumulation, world_size, lengths):
     grouped = {"lengths": lengths, "is_sorted": bool(lengths)}
     expected = global_rows(8, 1, 1, **grouped)
     assert global_rows(rows, accumulation, world_size, **grouped) == expected
     assert len(expected) == 6 and len({row for step in expected for row in step}) == 48
 
 
-def test_epochs_differ_and_an_epoch_can_begin_in_its_middle():
+def test_global_batches_differ_by_epoch_and_resume_inside_one():
     batches = build_batches(ROWS, RowPlan(8))
     steps = [next(batches) for _ in range(12)]
     assert len(batches) == 6 and steps[:6] != steps[6:]
@@ -139,7 +139,7 @@ def problems(draw):
 @pytest.mark.parametrize("is_packed", [False, True])
 @settings(max_examples=60, deadline=None)
 @given(problem=problems())
-def test_every_plan_is_complete_even_and_under_the_cap(is_packed, problem):
+def test_plan_micro_batches_is_complete_even_and_under_the_cap(is_packed, problem):
     item_lengths, max_tokens, num_ranks, shared = problem
     options = {"num_ranks": num_ranks, "is_packed": is_packed, "max_tokens": max_tokens, "shared": shared}
     plan = plan_micro_batches(item_lengths, **options)
@@ -279,7 +279,7 @@ def test_every_epoch_draws_anew_and_a_prompts_pairs_stay_in_one_batch(by_length)
     assert order.rows_of(4) == [row["row"] for row in steps[4]]
 
 
-def test_rows_until_has_what_the_epochs_draw():
+def test_epoch_order_rows_until_equals_what_epochs_draw():
     order = EpochOrder(31, RowPlan(9), 3, Groups(GROUPS, 3))
     read: set[int] = set()
     for step in range(7):
@@ -287,7 +287,7 @@ def test_rows_until_has_what_the_epochs_draw():
         assert order.rows_until(step + 1) == sorted(read)
 
 
-def test_single_rows_are_as_without_groups():
+def test_groups_of_one_row_change_nothing():
     plain = build_batches(ROWS, RowPlan(8))
     grouped = build_batches(ROWS, RowPlan(8), groups=Groups(ROWS, 1))
     assert [next(plain) for _ in range(9)] == [next(grouped) for _ in range(9)]

@@ -64,7 +64,7 @@ def example():
 
 @few_examples
 @given(drawn_sequences())
-def test_build_holds_what_it_was_given(drawn):
+def test_packed_batch_build_round_trips(drawn):
     ids, sequences = drawn
     batch = PackedBatch.build(ids, sequences)
     expected = {item: {k: of[i].tolist() for k, of in sequences.items()} for i, item in enumerate(ids)}
@@ -75,7 +75,7 @@ def test_build_holds_what_it_was_given(drawn):
 
 @few_examples
 @given(batches, st.data())
-def test_select_takes_items_in_the_order_asked_for_and_concat_puts_them_together(batch, data):
+def test_packed_batch_select_and_concat_keep_the_given_order(batch, data):
     order = data.draw(st.permutations(range(len(batch))))
     cut = data.draw(st.integers(0, len(batch)))
     parts = [batch.select(order[:cut]), batch.select(torch.tensor(order[cut:]))]
@@ -86,7 +86,7 @@ def test_select_takes_items_in_the_order_asked_for_and_concat_puts_them_together
     assert nested(again) == whole and again.select(torch.tensor(order).argsort()).ids == batch.ids
 
 
-def test_only_the_data_move_to_another_device():
+def test_packed_batch_to_moves_the_data_alone():
     """On the device `meta` an operation that needs a value of the data, and so a wait for a GPU, fails."""
     moved = example().to("meta")
     for part in (moved, moved.select([1, 0])):
@@ -115,7 +115,7 @@ def test_pad_rows_by_hand():
     assert ids.tolist() == [[1, 2, 3], [-1, -1, 4]] and mask.tolist() == [[True] * 3, [False, False, True]]
 
 
-def test_each_prompt_is_followed_by_its_response():
+def test_packed_batch_interleave_puts_responses_behind_prompts():
     token_ids, lengths = example().interleave("prompt", "response")
     assert token_ids.tolist() == [1, 2, 3, 5, 6, 4, 8, 9, 10]
     assert lengths.tolist() == [[3, 2], [1, 3]]
@@ -169,7 +169,7 @@ def test_packed_batch_errors_name_the_key(call, message):
 EOS = 9
 
 
-def test_sft_batch_by_hand():
+def test_collate_sft_by_hand():
     rows = [
         {"input_ids": [1, 2, EOS], "loss_mask": [False, True, True], "row_id": "a"},
         {"input_ids": [1, EOS], "loss_mask": [True, True], "row_id": "a"},
@@ -182,12 +182,12 @@ def test_sft_batch_by_hand():
     assert batch.data["loss_mask"].dtype == torch.bool and rows[1]["loss_mask"] == [True, True]
 
 
-def test_all_of_a_text_but_its_first_token_is_a_target():
+def test_collate_texts_trains_all_but_the_first_token():
     batch = collate_texts([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6]}])
     assert batch.data["loss_mask"].tolist() == [False, True, True] * 2
 
 
-def test_pair_batch_by_hand():
+def test_collate_pairs_by_hand():
     starts = {"chosen_response_start": 1, "rejected_response_start": 0}
     rows = [
         starts | {"chosen_ids": [1, 2, EOS], "rejected_ids": [1, 3], "margin": 0.5, "row_id": "a"},
@@ -204,7 +204,7 @@ def test_pair_batch_by_hand():
     assert collate_pairs(rows).data["reference_logprobs"].tolist() == [-1, -2, -1, -2]
 
 
-def test_prompts_keep_their_texts():
+def test_collate_prompts_keeps_texts():
     rows = [
         {"prompt_ids": [1, 2, 3], "row_id": "a", "prompt_text": "äbc", "fields": '{"answer": "4"}'},
         {"prompt_ids": [EOS], "row_id": "b", "prompt_text": "d", "fields": "{}"},

@@ -61,7 +61,7 @@ def test_a_picture_is_a_file_of_its_own_and_names_its_curves_in_their_colors():
 # --- Files
 
 
-def test_a_run_is_read(tmp_path):
+def test_read_run_of_curves_and_state(tmp_path):
     rows = [*over_steps(3, sft__loss=lambda s: 1 / s), {"step": 3, "sft/eval_loss": 0.25, "seconds": 7.5}]
     run = read_run(write_run(tmp_path / "a", rows, flags={"seed": 1}, about={"num_steps": 3}))
     assert run.curves["sft/loss"].steps == [1, 2, 3] and run.curves["sft/loss"].last == pytest.approx(1 / 3)
@@ -69,7 +69,7 @@ def test_a_run_is_read(tmp_path):
     assert run.state == "finished, 3 steps"
 
 
-def test_a_step_that_comes_twice_has_its_last_value():
+def test_build_curves_keeps_the_last_value_of_a_repeated_step():
     curve = build_curves([{"step": 1, "a/b": 1.0}, {"step": 2, "a/b": 2.0}, {"step": 1, "a/b": 3.0}])["a/b"]
     assert (curve.steps, curve.values) == ([1, 2], [3.0, 2.0])
 
@@ -196,7 +196,7 @@ def test_several_runs_lie_over_one_another(tmp_path):
     assert "b: none of the" in section and "sft" not in section
 
 
-def test_phases_are_all_of_the_clock(tmp_path):
+def test_find_phases_sum_to_the_run_time(tmp_path):
     of_step = {"step": 3.0, "actor_update": 1.5, "generate": 1.0, "of_my_own": 0.25, "rest": 0.25}
     rows = over_steps(4, **{f"perf__{name}_seconds": lambda s, v=v: v for name, v in of_step.items()})
     rows[2]["perf/save_seconds"] = 2.0
@@ -275,7 +275,7 @@ def test_a_pattern_is_seen_and_its_neighbour_is_not(title):
     assert title not in seen_in(**shows | changes)
 
 
-def test_a_fit_that_goes_too_far():
+def test_diagnostics_find_a_rising_held_out_loss():
     assert seen_in(sft__eval_loss=lambda s: abs(s - 20)) == ["The held-out loss rises again"]
     assert seen_in(dpo__eval_loss=lambda s: abs(s - 20)) == ["The held-out DPO loss rises again"]
     assert seen_in(sft__eval_loss=lambda s: 60 - s, dpo__eval_loss=lambda s: 60 - s) == []

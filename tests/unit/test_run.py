@@ -52,7 +52,7 @@ def metrics(folder) -> list[tuple[int, int]]:
     return [(row["step"], row["perf/bad_steps"]) for row in rows_of(folder / "metrics.jsonl")]
 
 
-def test_refused_steps_are_counted_and_the_one_too_many_ends_the_run(tmp_path, capsys):
+def test_run_counts_refused_steps_and_ends_beyond_max_bad_steps(tmp_path, capsys):
     run, errors = build(tmp_path, most=2), [StepRefused(f"loss {i} is NaN") for i in range(3)]
     run.refuse(4, errors[0])
     run.refuse(7, errors[1])
@@ -67,7 +67,7 @@ def test_refused_steps_are_counted_and_the_one_too_many_ends_the_run(tmp_path, c
     assert "step 4 refused: loss 0 is NaN; its batch is in" in printed and "step 7 refused" in printed
 
 
-def test_the_count_goes_on_where_a_checkpoint_left_it(tmp_path):
+def test_run_restores_its_counters_from_a_checkpoint(tmp_path):
     first, second = build(tmp_path, most=1), build(tmp_path, most=1)
     first.refuse(1, StepRefused("no"))
     first.step, first.num_updates = 9, 5  # several a step, but none in some
@@ -77,7 +77,7 @@ def test_the_count_goes_on_where_a_checkpoint_left_it(tmp_path):
         second.refuse(2, StepRefused("no"))
 
 
-def test_a_run_that_resumes_elsewhere_saves_there_what_it_has_loaded(tmp_path, monkeypatch):
+def test_run_resumed_elsewhere_saves_the_loaded_state_there(tmp_path, monkeypatch):
     monkeypatch.setattr(StopRequest, "install", lambda _: None)
     earlier = EarlierRun()
     for name in ("old", "new"):
@@ -90,7 +90,7 @@ def test_a_run_that_resumes_elsewhere_saves_there_what_it_has_loaded(tmp_path, m
         earlier = EarlierRun(found, is_elsewhere=True)
 
 
-def test_the_batch_of_a_refused_step_is_written_sequence_by_sequence(tmp_path, monkeypatch):
+def test_run_writes_the_batch_of_a_refused_step(tmp_path, monkeypatch):
     monkeypatch.setattr("common.ranks.distributed.rank", lambda: 3)
     columns = {
         "ids": [torch.tensor([1, 2]), torch.tensor([], dtype=torch.int64)],
@@ -109,7 +109,7 @@ def test_the_batch_of_a_refused_step_is_written_sequence_by_sequence(tmp_path, m
     assert c == {"id": "c", "ids": [5, 6]}
 
 
-def test_every_kind_of_batch_can_be_written_and_names_its_rows(tmp_path):
+def test_run_writes_refused_batches_of_every_kind_with_row_ids(tmp_path):
     row = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "row_id": "r"}
     pair = {"chosen_response_start": 1, "rejected_response_start": 1, "margin": 1.5, "row_id": "p"}
     pair |= {"chosen_ids": [1, 2, 3], "rejected_ids": [1, 4]}
@@ -118,7 +118,7 @@ def test_every_kind_of_batch_can_be_written_and_names_its_rows(tmp_path):
     assert [written["id"] for written in rows_of(file)[1:]] == ["(0, 'r')", "(0, 'p')"]
 
 
-def test_a_batch_that_cannot_be_written_is_said_and_ends_nothing(tmp_path, capsys):
+def test_run_reports_a_refused_batch_that_cannot_be_written(tmp_path, capsys):
     run = build(tmp_path)
     batch = PackedBatch.build(range(50), {"ids": list(torch.arange(5000).view(50, 100))})
     with files_up_to(6000):
@@ -141,7 +141,7 @@ def test_a_batch_that_cannot_be_written_is_said_and_ends_nothing(tmp_path, capsy
         ("2h", [8, 9]),
     ],
 )
-def test_a_run_is_saved_by_steps_epochs_and_time(saves, steps, tmp_path, monkeypatch):
+def test_save_interval_by_steps_epochs_and_time(saves, steps, tmp_path, monkeypatch):
     clock = [50.0]
     monkeypatch.setattr(run_module.time, "monotonic", lambda: clock[0])
     run = build(tmp_path, saves=saves)
@@ -153,7 +153,7 @@ def test_a_run_is_saved_by_steps_epochs_and_time(saves, steps, tmp_path, monkeyp
     assert [int(c.folder.name[5:]) for c in reversed(find_checkpoints(tmp_path)[0])] == steps
 
 
-def test_the_first_ranks_clock_decides(monkeypatch):
+def test_interval_clock_follows_the_first_rank(monkeypatch):
     """Each rank answers as the largest of what they give, which is the first one's."""
     given, answer = [], [0.0]
     monkeypatch.setattr(distributed, "max_float", lambda value: given.append(value) or answer[0])
@@ -188,7 +188,7 @@ def describe(folder, step: int, last_saved: str = "") -> dict:
     return found
 
 
-def test_a_start_says_on_what_it_was_made(tmp_path):
+def test_run_json_describes_a_start(tmp_path):
     about = describe(tmp_path, 7)
     defaults, (start,) = about["defaults"], about["starts"]
     assert about["num_steps"] == 9 and defaults["seed"] == 1234 and defaults["trackers"] == []
@@ -199,7 +199,7 @@ def test_a_start_says_on_what_it_was_made(tmp_path):
     assert start["parameters"] == {"actor": {"all": 24, "trained": 8}}
 
 
-def test_a_resumed_run_keeps_its_earlier_starts(tmp_path):
+def test_run_json_keeps_earlier_starts_on_resume(tmp_path):
     describe(tmp_path, 0)
     found = describe(tmp_path, 4, "step-000004")
     assert [start["from_step"] for start in found["starts"]] == [0, 4]
@@ -266,7 +266,7 @@ def ask_until(process: subprocess.Popen, expected: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_request_leaves_at_once_even_where_python_does_not_run(start):
+def test_stop_request_second_signal_exits_even_inside_c_code(start):
     process = start("import common.runs.run as s; s.SAME_REQUEST_SECONDS = 0.1")
     process.stdin.write("wait\n")
     assert process.stdout.readline() == "waiting\n"
@@ -279,7 +279,7 @@ def test_a_second_request_leaves_at_once_even_where_python_does_not_run(start):
 
 
 @pytest.mark.slow
-def test_an_ignored_signal_stays_ignored_and_a_request_is_taken_where_nobody_reads_what_is_said(start):
+def test_stop_request_respects_ignored_signals_and_a_closed_stderr(start):
     """As nohup has it; and a launch script pipes into tee, which a signal for the whole group ends first."""
     process = start("signal.signal(signal.SIGINT, signal.SIG_IGN)")
     process.stderr.close()
@@ -290,7 +290,7 @@ def test_an_ignored_signal_stays_ignored_and_a_request_is_taken_where_nobody_rea
     ask_until(process, "SIGTERM True")
 
 
-def test_requests_are_told_apart_by_the_time_between_them(monkeypatch):
+def test_stop_request_counts_signals_close_together_as_one(monkeypatch):
     clock, left = [100.0], []
     monkeypatch.setattr(run_module.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(run_module.os, "_exit", left.append)
@@ -303,7 +303,7 @@ def test_requests_are_told_apart_by_the_time_between_them(monkeypatch):
     assert request.name == "SIGINT"
 
 
-def test_any_rank_that_was_asked_asks_all(monkeypatch):
+def test_stop_request_on_any_rank_stops_all(monkeypatch):
     """The answer is the largest over ranks, so that all leave after the same step."""
     request, given = StopRequest(), []
     monkeypatch.setattr(distributed, "max_float", lambda value: given.append(value) or 1.0)
