@@ -130,15 +130,6 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(talk, folder, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_broken_adapter_is_named(talk, folder, tmp_path, capsys):
-    for more, words in (("IA3", "only LORA is supported"), ("LORA", "cannot be loaded")):
-        content = {"peft_type": more, "base_model_name_or_path": folder, "r": 2}
-        (tmp_path / "adapter_config.json").write_text(json.dumps(content))
-        with pytest.raises(SystemExit, match="2"):
-            talk("", str(tmp_path))
-        assert words in capsys.readouterr().err
-
-
 def test_a_terminal_is_never_given_orders_by_a_model():
     shown = printable("a\x1b[2Jb\r\x07\x9bc\u202ed\n\te\u200d😀")
     assert shown == r"a\x1b[2Jb\r\x07\x9bc\u202ed" + "\n\te\u200d😀"

@@ -199,6 +199,7 @@ CASES: dict[str, tuple[Damage, int, str]] = {
         adapter(edit(ADAPTER, base_model_name_or_path="gone")), 2, "neither a model folder"),
     "adapter of another kind": (adapter(edit(ADAPTER, peft_type="IA3")), 2, "only LORA is supported"),
     "adapter's settings are torn": (adapter(write(ADAPTER, "{")), 2, "cannot be read"),
+    "adapter without its weights": (adapter(remove(FACTORS)), 2, "the adapter cannot be loaded"),
     "adapter's weights are torn": (adapter(write(FACTORS, b"torn")), 2, "the adapter cannot be loaded"),
     "adapter of another width": (adapter(edit(ADAPTER, r=4)), 2, "the adapter cannot be loaded"),
 }  # fmt: skip
