@@ -295,8 +295,8 @@ def describe_machine() -> dict[str, Any]:
     cpu = re.search(r"^model name\s+: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     libraries = ("torch", "transformers", "deepspeed", "flash-attn")
-    known = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
-    versions = [f"{library} {known[library]}" for library in libraries if library in known]
+    known = {d.metadata["Name"] for d in importlib.metadata.distributions()}
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in libraries if name in known]
     has_gpu = torch.cuda.is_available()
     return {
         "commit": done.stdout.strip() or "?",

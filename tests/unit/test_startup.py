@@ -178,15 +178,16 @@ def test_who_tells_the_problems(monkeypatch, capsys, rank, local_rank, by_all, i
     ("variable", "found"), [("", "expandable_segments:True"), ("PYTORCH_CUDA_ALLOC_CONF", "")]
 )
 def test_blocks_of_gpu_memory_grow_unless_the_user_says_how(monkeypatch, variable, found):
-    for name in distributed.ALLOCATOR_VARIABLES:
+    for name in {*distributed.ALLOCATOR_VARIABLES, "NCCL_GRAPH_REGISTER"}:
         monkeypatch.delenv(name, raising=False)
     if variable:
         monkeypatch.setenv(variable, "max_split_size_mb:64")
     torch._C._accelerator_setAllocatorSettings("")
     distributed.start()  # without a GPU nothing is set
-    assert torch._C._accelerator_getAllocatorSettings() == ""
+    assert torch._C._accelerator_getAllocatorSettings() == "" and "NCCL_GRAPH_REGISTER" not in os.environ
     with pretended_gpu():
         distributed.start()
+    assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
     assert torch._C._accelerator_getAllocatorSettings() == found
     torch._C._accelerator_setAllocatorSettings("")
 
