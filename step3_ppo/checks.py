@@ -26,7 +26,7 @@ from common.ranks import distributed
 from common.runs.export import read_metadata
 from step3_ppo.algorithms import Algorithm, fill_defaults, find_algorithm, unused_flags
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.build_roles import build_role_specs, describe_bases, fill_ranks
+from step3_ppo.build_roles import build_role_specs, default_critic, describe_bases, fill_ranks
 from step3_ppo.environments import KIND, import_environment
 from step3_ppo.policy_losses import PolicyLossFunction, build_policy_loss
 from step3_ppo.rewards.reward_specs import RewardSpec, check_rewards
@@ -61,9 +61,8 @@ def check_start_up(description: str, argv: Sequence[str] | None = None) -> PPOSt
         args = start.args = fill_defaults(args, algorithm)
         with problems.catch():
             start.policy_loss = build_policy_loss(args)
-        has_rewards = bool(args.reward or args.environment)
-        if algorithm.needs_critic and has_rewards and not args.critic_model_name_or_path:
-            args.critic_model_name_or_path = args.actor_model_name_or_path
+        if algorithm.needs_critic:
+            args.critic_model_name_or_path = default_critic(args)
         fill_ranks(args, problems)
         problems.add_if(
             args.ref_ema_decay and args.actor_lora_dim,

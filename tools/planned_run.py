@@ -30,7 +30,14 @@ from common.models.model_flops import DEVICES
 from common.models.saved_adapters import base_of
 from common.programs import model_checks, startup
 from step3_ppo.algorithms import find_algorithm
-from step3_ppo.build_roles import BaseKey, RoleSpec, build_role_specs, describe_bases, fill_ranks
+from step3_ppo.build_roles import (
+    BaseKey,
+    RoleSpec,
+    build_role_specs,
+    default_critic,
+    describe_bases,
+    fill_ranks,
+)
 from step3_ppo.checks import check_flags
 from step3_ppo.rewards.reward_specs import RewardSpec, parse_rewards
 from tools.step_flags import StageArguments
@@ -327,7 +334,7 @@ def build_run(args: Any, models: Models, problems: Problems) -> Run | None:
     startup.check_offload(args, args.dtype, problems)
     check_optimizer(args, args.dtype, problems)
     if args.stage == 3:
-        args = with_critic(args)
+        args = replace(args, critic_model_name_or_path=default_critic(args))
         fill_ranks(args, problems)
         check_flags(args, args.num_gpus * args.num_nodes, args.dtype, problems)
     specs = find_specs(args, problems)
@@ -344,7 +351,9 @@ def build_run(args: Any, models: Models, problems: Problems) -> Run | None:
 def read_models(args: Any, problems: Problems) -> Models:
     """Models by role; adds the problems of their paths."""
     models: dict[tuple[str, bool], PlannedModel | None] = {}
-    specs = find_specs(with_critic(args) if args.stage == 3 else args, problems)
+    if args.stage == 3:
+        args = replace(args, critic_model_name_or_path=default_critic(args))
+    specs = find_specs(args, problems)
     for spec in specs:
         if (spec.path, spec.is_value_model) not in models:
             models[spec.path, spec.is_value_model] = read_model(args, spec, problems)
@@ -371,13 +380,6 @@ def read_model(args: Any, spec: RoleSpec, problems: Problems) -> PlannedModel | 
     except ValueError as error:
         problems.add(f"{spec.flag} {spec.path}: {error}")
     return None
-
-
-def with_critic(args: Any) -> Any:
-    """A copy of the flags of step 3, with the default critic of a run with rewards."""
-    has_reward = bool(args.reward or args.environment)
-    default = args.actor_model_name_or_path if has_reward else ""
-    return replace(args, critic_model_name_or_path=args.critic_model_name_or_path or default)
 
 
 def find_specs(args: Any, problems: Problems) -> list[RoleSpec]:
