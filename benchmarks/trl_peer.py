@@ -279,7 +279,7 @@ def check_tokens(rows: list[Row], trainer: Any, kind: Supervised) -> None:
     for row, kept in zip(rows if kind.names else (), trainer.train_dataset, strict=bool(kind.names)):
         for column, name in kind.names.items():
             if kept["prompt_ids"] + kept[name] != row[column]:
-                raise ValueError(f"TRL has other tokens of row {row['row_id']}")
+                raise ValueError(f"TRL has different tokens for row {row['row_id']}")
 
 
 # ---- PPO and GRPO -----------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class BlindPairs:
         if asked.draw:
             if self.prompts is None:
                 raise Refused(
-                    422, "the server was started without --data_path, so there are no prompts to draw"
+                    422, "the server was started without --data_path, so there are no prompts to sample"
                 )
             with self._prompts_lock:
                 prompt, source = next(self.prompts)
@@ -74,7 +74,7 @@ class BlindPairs:
             return self._create([said], "typed", self._choose_models())
         before = self.store.get(asked.follows)
         if before.choice not in ("a", "b", "tie"):
-            raise Refused(422, "only a preferred answer can be followed up; start a new conversation")
+            raise Refused(422, "only a preferred answer can be continued; start a new conversation")
         answer = before.answer_b if before.choice == "b" else before.answer_a  # A's response after a tie
         prompt = [*before.prompt, Message("assistant", answer or ""), said]
         return self._create(prompt, "follow-up", [before.model_a, before.model_b])
@@ -92,13 +92,13 @@ class BlindPairs:
         self.generator.shuffle(names)
         for name in names:
             if name not in self.models:
-                raise Refused(422, f"{name} is not served any more; begin a new conversation")
+                raise Refused(422, f"{name} is no longer served; begin a new conversation")
             try:
                 reason = self.models[name].why_too_long(self.models[name].encode(prompt))
             except ValueError as error:
                 reason = str(error)
             if reason:  # without the name: another prompt for the same two may follow
-                raise Refused(422, f"one of the models cannot be asked: {reason}")
+                raise Refused(422, f"one of the models cannot answer: {reason}")
         return self.store.add_pair(prompt, source, *names, asdict(self.sampling))
 
     # ---- responses

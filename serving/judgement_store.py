@@ -142,12 +142,12 @@ class JudgementStore:
     def judge(self, pair_id: str, choice: str) -> Pair:
         """Store a judgement ("a", "b", "tie", "both_bad"), unless there is one; return the judged pair."""
         if not self.get(pair_id).is_answered:
-            raise Refused(409, "one of its answers is missing, ask again")
+            raise Refused(409, "one of its answers is missing; ask again")
         statement = "INSERT INTO judgements VALUES (?, ?, ?) ON CONFLICT (pair_id) DO NOTHING"
         self._run(statement, pair_id, choice, _now())
         pair = self.get(pair_id)
         if pair.choice != choice:
-            raise Refused(409, f"it was judged {pair.choice!r} before, which stays")
+            raise Refused(409, f"it was already judged {pair.choice!r}; that judgement is kept")
         return pair
 
     def get(self, pair_id: str) -> Pair:

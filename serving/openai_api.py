@@ -91,7 +91,7 @@ class _Request(_Fields):
         if self.num_logprobs is not None and self.stream or self.echo and self.stream:
             raise ValueError("logprobs and echo are not supported together with stream")
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens: 0 leaves nothing to answer without echo: true")
+            raise ValueError("max_tokens: 0 needs echo: true")
         return self
 
     def sampling(self, default: Sampling) -> Sampling:
@@ -123,9 +123,9 @@ class ChatRequest(_Request):
     @classmethod
     def _check_roles(cls, messages: list[_Message]) -> list[_Message]:
         if not messages or messages[-1].role != "user":
-            raise ValueError("they must end with one of the user, who is answered")
+            raise ValueError("the last message must be of the user")
         if any(message.role == "system" for message in messages[1:]):
-            raise ValueError("only the first may be of the system")
+            raise ValueError("only the first message may be of the system")
         return messages
 
     @property
@@ -229,7 +229,7 @@ def add_openai_routes(app: FastAPI, models: Mapping[str, Answerer], default: Sam
     def describe(name: str) -> dict[str, Any]:
         """Describe a served model."""
         if name not in models:
-            detail = f"there is no model {name!r} here, only {', '.join(models)}"
+            detail = f"unknown model {name!r}; this server has {', '.join(models)}"
             raise Refused(404, detail, "model", "model_not_found")
         return {"id": name, "object": "model", "created": created, "owned_by": "triptych"}
 
@@ -265,7 +265,7 @@ def _encode(model: Answerer, request: ChatRequest | CompletionRequest) -> list[l
         raise Refused(400, str(error), param, "invalid_value") from error
     for ids in prompts:
         if ids and max(ids) >= model.num_token_ids:
-            detail = f"prompt: the model has {len(model.tokenizer)} tokens, none is {max(ids)}"
+            detail = f"prompt: the model has {len(model.tokenizer)} tokens, and {max(ids)} is not one of them"
             raise Refused(400, detail, param)
         if reason := model.why_too_long(ids) if ids else "the prompt has no token":
             raise Refused(400, reason, param, "context_length_exceeded")

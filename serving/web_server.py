@@ -147,7 +147,7 @@ def build_app(max_request_bytes: int) -> FastAPI:
 
 
 def _too_large(limit: int) -> Refused:
-    return Refused(413, f"the body has more than --max_request_bytes {limit}; send less at once")
+    return Refused(413, f"the body has more than --max_request_bytes {limit}; send smaller requests")
 
 
 # ---- access control
@@ -189,11 +189,11 @@ class Guard:
         host = headers.get("host", "").lower()
         if self.is_local and re.sub(r":\d*$", "", host) not in _LOOPBACK_NAMES:
             names = ", ".join(_LOOPBACK_NAMES)
-            detail = f"the host {host!r} is none of this server's names ({names}); open it by one of them"
+            detail = f"the host {host!r} is not a name of this server ({names}); use one of them"
             raise Refused(403, detail)
         origin = headers.get("origin")
         if origin is not None and origin.lower() not in (f"http://{host}", f"https://{host}"):
-            raise Refused(403, f"the origin {origin!r} is another site than this server")
+            raise Refused(403, f"the origin {origin!r} is another site")
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             raise Refused(403, "another site's page sent this request; use this server's own page")
         scheme, _, given = headers.get("authorization", "").partition(" ")

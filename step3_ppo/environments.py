@@ -127,13 +127,13 @@ class Environments:
             messages = next((c.messages for c in group if not math.isnan(c.score)), chat)
             for conversation in group:
                 if conversation.messages != messages:
-                    self._fail(conversation, "reset gave others of the group other messages")
+                    self._fail(conversation, "reset returned different messages within the group")
             if messages != chat:
                 try:
                     token_ids, text = self._show(messages, of_row.get("tools") or "")
                 except BadRow as error:
                     for conversation in group:
-                        self._fail(conversation, f"reset gave messages that cannot be shown: {error}")
+                        self._fail(conversation, f"reset returned messages that cannot be shown: {error}")
             conversations += group
             all_ids.append(token_ids)
             texts.append(text)
@@ -171,11 +171,13 @@ class Environments:
             result = self._call("step", conversation.environment.step, copy.deepcopy(conversation.messages))
             if not isinstance(result, tuple | list) or len(result) != 3:
                 shown = quoted(str(result))
-                raise ConversationFailed(f"step gave {shown}; return (messages, reward, is over)")
+                raise ConversationFailed(f"step returned {shown}; return (messages, reward, is over)")
             messages, reward, is_over = result
             number = None if isinstance(reward, str) else read_number(reward)
             if number is None:
-                raise ConversationFailed(f"step gave the reward {quoted(str(reward))}: not a finite number")
+                raise ConversationFailed(
+                    f"step returned the reward {quoted(str(reward))}, not a finite number"
+                )
             conversation.score += number
             if is_over or conversation.num_turns == self.max_turns:
                 return None
@@ -209,12 +211,12 @@ class Environments:
         """A copy of the messages. Raises ConversationFailed if they are not valid."""
         roles = ROLES if self.template.keeps_headers else ROLES[:-1]
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-            what = f"{method} gave {quoted(str(messages))} for messages"
-            raise ConversationFailed(f"{what}; return a list of one or more, or that it is over")
+            what = f"{method} returned {quoted(str(messages))} for messages"
+            raise ConversationFailed(f"{what}; return a list of at least one, or is over = True")
         for message in messages:
             is_message = isinstance(message, dict) and isinstance(message.get("content"), str)
             if not is_message or message.get("role") not in roles:
-                what = f"{method} gave the message {quoted(str(message))}"
+                what = f"{method} returned the message {quoted(str(message))}"
                 raise ConversationFailed(f"{what}; it needs a content and a role of {', '.join(roles)}")
         # Half of a surrogate pair cannot be encoded.
         content = [m["content"].encode(errors="replace").decode() for m in messages]

@@ -145,7 +145,7 @@ class PPOTrainer:
             share = summary.get("objective/failed_fraction")
             first = self.rollout.scores.first_failure
             if share and step % self.logger.log_interval == 0:
-                text = f"{share:.1%} of the responses got no score of their own, the first failure: {first}"
+                text = f"{share:.1%} of the responses got no score of their own; the first failure: {first}"
                 self.logger.note(f"step {step}: {text}")
             mask = tokens(batch, "loss_mask")
             weights, counts = loss_weights(mask, self.args.loss_aggregation, self.args.max_answer_seq_len)
@@ -204,7 +204,7 @@ class PPOTrainer:
             current.batch, self.args, self.rollout.cap, current.step, first=current.num_minibatches
         )
         while not current.is_done:
-            with watchdog.phase("the cut into minibatches", clock="actor_update"):
+            with watchdog.phase("the split into minibatches", clock="actor_update"):
                 micro_batches = next(left, None)
             if micro_batches is None:
                 return

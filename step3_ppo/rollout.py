@@ -84,7 +84,7 @@ class Rollout:
         if was_recomputed or is_small:
             return None
         cure = ": recomputed from here on" if self.recomputes else "; --old_logprobs recompute avoids it"
-        return f"sampler and trainer differ by {gap:.2g} nats a token, more than {MAX_LOGPROB_GAP}{cure}"
+        return f"sampler and trainer differ by {gap:.2g} nats per token, more than {MAX_LOGPROB_GAP}{cure}"
 
     def collect(self, prompts: GlobalBatches, version: int) -> PackedBatch:
         """This rank's rollout batch of a step; `version` is the number of steps that the policy has taken.
@@ -157,7 +157,7 @@ class Rollout:
                 numbers = first + position * len(prompts) + torch.arange(len(prompts))
                 conversations: list[Conversation] = []
                 if self.environments:
-                    with watchdog.phase("the beginning of the conversations", clock=KIND):
+                    with watchdog.phase("the reset of the environments", clock=KIND):
                         prompts, conversations = self.environments.begin(prompts, num_samples)
                 parts.append(
                     self._sample_batch(prompts, numbers, num_samples, conversations, is_greedy=is_greedy)
@@ -213,7 +213,7 @@ class Rollout:
         score.
         """
         roles = self.roles
-        with watchdog.phase("the cut into micro-batches", clock="gather"):
+        with watchdog.phase("the split into micro-batches", clock="gather"):
             micro_batches = self.score_cap.cut(batch)
         pending = self.scores.start(micro_batches, texts)
         if is_trained_on and self.args.replay_sampling_support:

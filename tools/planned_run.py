@@ -151,12 +151,12 @@ class PlanArguments(StageArguments):
 
     gpu: str = flag(
         "h100-80g",
-        "kind of device; here: that of this machine, and what cannot be planned stops nobody",
+        "kind of device; here: that of this machine, and a run that cannot be planned starts anyway",
         choices=(*DEVICES, HERE),
     )
-    num_gpus: int = flag(1, "GPUs, or CPU processes, of each machine", low=1)
+    num_gpus: int = flag(1, "GPUs, or CPU processes, per machine", low=1)
     num_nodes: int = flag(1, "machines", low=1)
-    gpu_memory_gib: float = flag(0.0, "memory of a GPU; 0: what --gpu has", low=0)
+    gpu_memory_gib: float = flag(0.0, "memory of a GPU; 0: that of --gpu", low=0)
     cpu_memory_gib: float = flag(0.0, "CPU memory of a machine; 0: not known, so not checked", low=0)
 
 

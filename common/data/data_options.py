@@ -73,8 +73,8 @@ class DataOptions:
             share = parse_data_split(self.data_split)[self.stage - 1]
             if share == 0 and self.data_path and not (self.stage == 1 and self.sft_only_data_path):
                 problems.append(
-                    f"--data_split {self.data_split} leaves nothing to step {self.stage}; make its number "
-                    f"{self.stage} more than 0"
+                    f"--data_split {self.data_split} leaves no rows to step {self.stage}; raise share "
+                    f"{self.stage} above 0"
                 )
         except ValueError as error:
             problems.append(str(error))
@@ -86,7 +86,7 @@ class DataOptions:
             name, _, own = part.partition("=")
             if not own or name not in FORM_COLUMNS:
                 problems.append(
-                    f"--columns {part}: give NAME=COLUMN, where COLUMN is of the rows and NAME one of "
+                    f"--columns {part}: give NAME=COLUMN, where COLUMN is in the rows and NAME is one of "
                     f"{', '.join(sorted(FORM_COLUMNS))}"
                 )
         return problems
@@ -151,7 +151,9 @@ def check_sources(options: DataOptions, tokenizer: Any = None) -> list[str]:
         problems += [problem.replace("--data_path", flag, 1) for problem in of_source]
     if last_of_a_form:  # stated once, even if several sources are wrong
         forms = accepted_forms(options.stage, is_unpaired=options.is_unpaired)
-        problems[last_of_a_form - 1] += f"; step {options.stage} reads {forms}; docs/data.md has other names"
+        problems[last_of_a_form - 1] += (
+            f"; step {options.stage} reads {forms}; other columns: see docs/data.md"
+        )
     return problems
 
 

@@ -74,7 +74,7 @@ def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
     totals = distributed.reduce_sum(torch.tensor(counts, dtype=torch.float64)).tolist()
     if not all(totals):
         raise StepRefused(
-            "the rows of the step have no token to learn; inspect them with tools.check_data",
+            "no token of this step's rows is trained on; inspect them with tools.check_data",
             [micro_batch for term in terms for micro_batch in term.micro_batches],
         )
     passes = [(term, total, m) for term, total in zip(terms, totals, strict=True) for m in term.micro_batches]
@@ -164,4 +164,4 @@ def skip_step(engine: Any) -> None:
         # A non-finite loss gives no information on the scale of gradients, so the loss scale is kept.
         scaler.clear()
         scaler.update(scaler_before)
-    assert zero.overflow, "DeepSpeed made a step that was to be skipped"
+    assert zero.overflow, "DeepSpeed made a step that had to be skipped"

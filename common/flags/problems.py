@@ -133,7 +133,7 @@ def no_effect_notes(args: Any, argv: Sequence[str] | None = None) -> list[str]:
         acts = not partners or any(_is_set(args, *partner) for partner in partners)
         if _is_set(args, field.name) and not acts:
             shown = [
-                f"another --{name} than {value}" if sign == "!=" else f"--{name} {value}".rstrip()
+                f"a --{name} other than {value}" if sign == "!=" else f"--{name} {value}".rstrip()
                 for name, sign, value in partners
             ]
             lines.append(f"--{field.name} has no effect without {' or '.join(shown)}")

@@ -332,12 +332,12 @@ def _refuse_own_window(config: Any, max_length: int) -> None:
         layers = "local layers see"
         limit = config.window_size
     elif getattr(config, "attn_temperature_tuning", False):
-        layers = "layers without rotary positions scale nothing for"
+        layers = "layers without rotary positions are unscaled for"
         limit = config.floor_scale - 1
     if max_length > limit:
         raise ValueError(
             f"{config.model_type}'s {layers} {limit} tokens by their own count, but sequences may have "
-            f"{max_length}: keep prompt and answer within {limit}, or leave out --enable_hybrid_engine"
+            f"{max_length}: keep prompt and response within {limit}, or leave out --enable_hybrid_engine"
         )
 
 

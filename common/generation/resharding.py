@@ -83,9 +83,9 @@ class TPLayout:
 class Route(Enum):
     """How a sharded weight is turned into slices."""
 
-    ROWS = "the gather group's shards are gathered: end to end they are the slice"
-    BLOCKS = "every rank sends every other one the blocks of its shard that are in the other's slice"
-    WHOLE = "all shards are gathered; what is cut (odd sizes) is cut here"
+    ROWS = "the shards of the gather group are gathered; concatenated, they are the slice"
+    BLOCKS = "every rank sends every other rank the blocks of its shard that lie in the other's slice"
+    WHOLE = "all shards are gathered; weights that are split (odd sizes) are split here"
 
 
 class Block(NamedTuple):

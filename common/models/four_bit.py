@@ -25,7 +25,7 @@ def refusals(args: Any, *, is_planned: bool = False) -> Iterator[str]:
     roles = args.roles()
     if not any(role.lora_dim for role in roles.values()):
         flags = " or ".join(f"--{prefix}lora_dim" for prefix in roles)
-        yield f"--load_in_4bit holds the base of adapters, and without {flags} all weights train; give one"
+        yield f"--load_in_4bit is for the base of adapters; without {flags} all weights are trained: give one"
     elif not args.only_optimize_lora:
         yield "--load_in_4bit needs a frozen base; remove --only_optimize_lora false"
     for prefix, role in roles.items():
@@ -36,7 +36,7 @@ def refusals(args: Any, *, is_planned: bool = False) -> Iterator[str]:
             )
     tp_size = getattr(args, "inference_tp_size", 1)
     if tp_size > 1:
-        yield f"--load_in_4bit packs weights whole, and --inference_tp_size {tp_size} cuts them; give one"
+        yield f"--load_in_4bit packs weights, and --inference_tp_size {tp_size} cannot split them; give one"
 
 
 def quantisation(dtype: torch.dtype) -> BitsAndBytesConfig:

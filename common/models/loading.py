@@ -109,7 +109,7 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
     homeless = _homeless(model, sorted(info["unexpected_keys"]), is_part=is_part, is_own_class=is_own_class)
     for names, text in (
         (of_body, f"its weights lack {{}} of {size} parameters of {name}"),
-        (mismatched, f"its weights have other sizes than are needed for {{}} of {size} parameters of {name}"),
+        (mismatched, f"its weights have the wrong sizes for {{}} of {size} parameters of {name}"),
         (homeless, "its config.json has no counterpart for {} of its weights"),
     ):
         if names:
@@ -118,11 +118,11 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
                 "config.json and weights belong together"
             )
     if absent and auto_class is AutoModelForCausalLM:
-        distributed.say_once(f"note: {name_or_path} has no output head: {absent[0]} is new, and random")
+        distributed.say_once(f"note: {name_or_path} has no output head: {absent[0]} is newly initialised")
     if is_part:
         distributed.say_once(
-            f"note: {name_or_path}: of this {more['config'].model_type} the language model alone is loaded, "
-            "trained and exported, no part for images or sound"
+            f"note: {name_or_path}: only the language model of this {more['config'].model_type} is loaded, "
+            "trained and exported, without its parts for images or sound"
         )
     return model
 
@@ -160,9 +160,9 @@ def _check_values(name_or_path: str, model: PreTrainedModel) -> None:
         shard = (local_shard(parameter) if is_sharded(parameter) else parameter.data).flatten()
         some = shard[:4096]
         if not shard.sum(dtype=torch.float32).isfinite() and not shard.isfinite().all():
-            wrong.append(f"{name} has numbers that are NaN or infinite; save or download it again")
+            wrong.append(f"{name} has NaN or infinite values; save or download it again")
         elif len(whole_shape(parameter)) > 1 and (some == some.round()).all() and len(some.unique()) > 8:
-            why = "has integers, and no quantization_config in config.json says what scales them"
+            why = "holds integers, but config.json has no quantization_config with their scales"
             wrong.append(f"{name} {why}; give the model before it was quantized")
     if has_shards:
         wrong = [text for rank_texts in distributed.gather_objects(wrong) for text in rank_texts]
@@ -291,8 +291,8 @@ def _untie(name_or_path: str, model: PreTrainedModel) -> None:
     if is_apart and getattr(text, "tie_word_embeddings", False):
         text.tie_word_embeddings = model.config.tie_word_embeddings = False
         distributed.say_once(
-            f"note: {name_or_path}: its config.json ties the output head to the embeddings, and its weights "
-            "have two that differ: they are trained and exported apart"
+            f"note: {name_or_path}: its config.json ties the output head to the embeddings, but they "
+            "differ in its weights: they are trained and exported separately"
         )
 
 
@@ -334,7 +334,7 @@ def length_limit(config: PreTrainedConfig, default: int = sys.maxsize) -> tuple[
         ),
     }
     if rope.get("rope_type") == "longrope":  # a longer row changes the factors of its whole row or batch
-        name = "original_max_position_embeddings, beyond which all rotary factors are others"
+        name = "original_max_position_embeddings, beyond which all rotary factors change"
         limits[name] = rope["original_max_position_embeddings"]
     return min(((limit, name) for name, limit in limits.items() if limit), default=(default, ""))
 

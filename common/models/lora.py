@@ -194,7 +194,7 @@ def _reach(adapted: nn.Module) -> str:
         share = sum(sizes[name] for name in others) / total
         part = others[0].split(".")[-2]
         text += f"; {share:.1%} are stacked matrices, such as experts, which they do not reach: the module "
-        text += f"name {part!r} means them, and '.' all matrices"
+        text += f"name {part!r} adds them, '.' adds all matrices"
     return text
 
 

@@ -224,7 +224,7 @@ def as_problem(problems: Problems) -> Iterator[None]:
             if error.filename is None:  # of a connection, or from another rank
                 raise
             text = (
-                f"{error.filename} cannot be used ({error.strerror}); {cure_of_write(error)}, or give "
+                f"{error.filename} cannot be used ({error.strerror}); {cure_of_write(error)}, or choose "
                 "another place by --output_dir, --data_output_path or the flag that names it"
             )
         problems.add(text)

@@ -72,8 +72,8 @@ def runs_packed(args: Any, model: nn.Module) -> bool:
     )
     if not is_packed and (args.packed or shares_prompts):
         kind = f"{plain.config.model_type} in {distributed.dtype_name(args.dtype)}"
-        lost = "; a prompt is computed for each of its answers" if shares_prompts else ""
-        distributed.say_once(f"note: {kind} has no attention here for rows without padding{lost}")
+        lost = "; each prompt is computed again for each of its responses" if shares_prompts else ""
+        distributed.say_once(f"note: {kind} cannot run packed rows, so they are padded{lost}")
     return is_packed
 
 

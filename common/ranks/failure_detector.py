@@ -205,8 +205,8 @@ class FailureDetector(threading.Thread):
         if is_lost:
             return Verdict(
                 f"rank {self.rank} failed first, {self.position()}: {self.lost}; look at the network "
-                "between the machines; where ranks send each other different things, "
-                "TORCH_DISTRIBUTED_DEBUG=DETAIL shows the first",
+                "between the machines; if ranks disagree on a collective, "
+                "TORCH_DISTRIBUTED_DEBUG=DETAIL names the first",
                 self.rank,
             )
         return None

@@ -185,7 +185,7 @@ def newest_whole(candidates: Sequence[Checkpoint], doubts: list[str]) -> Checkpo
             return candidate
         doubts.append(f"checkpoint {candidate.folder}: {damages[0]}")
         if distributed.is_main():
-            print(f"{doubts[-1]}; it is passed over", flush=True)
+            print(f"{doubts[-1]}; it is skipped", flush=True)
     return None
 
 

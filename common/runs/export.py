@@ -150,8 +150,8 @@ def _replace(
         if has_lost_ranks(error):
             raise
         raise SaveFailed(
-            f"{folder} could not be written ({kind_and_line(error)}); what was there before is as it was. "
-            f"{cure_of_write(error).capitalize()}, then give the same command: it resumes from the last "
+            f"{folder} could not be written ({kind_and_line(error)}); its earlier content is unchanged. "
+            f"{cure_of_write(error).capitalize()}, then rerun the same command: it resumes from the last "
             "checkpoint"
         ) from error
 
@@ -268,8 +268,8 @@ def _savable_generation_config(
             dropped.append(name)
     if dropped:
         distributed.say_once(
-            f"note: generation_config.json of the export is without the base's {', '.join(dropped)}: as they "
-            "stand there they have no effect, and transformers would not save them"
+            f"note: generation_config.json of the export omits the base's {', '.join(dropped)}: they have "
+            "no effect, and transformers would not save them"
         )
     return kept
 

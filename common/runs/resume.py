@@ -54,9 +54,9 @@ def find_run(args: Any, problems: Problems) -> EarlierRun:
             compare_flags(args, flags, str(folder), problems)
             text = f"the run in {folder} has finished: {finished.get('steps')} steps; its models are in"
             return EarlierRun(finished=f"{text} {folder}/export. --resume overwrite starts it over")
-        notes.append(f"{damage}: it is written again")
+        notes.append(f"{damage}: it will be written again")
     checkpoints, doubts = find_checkpoints(folder)
-    notes += [f"{doubt}; it is passed over" for doubt in doubts]
+    notes += [f"{doubt}; it is skipped" for doubt in doubts]
     if checkpoints:
         notes += compare_flags(args, checkpoints[0].meta["args"], str(checkpoints[0].folder), problems)
     elif doubts or finished:
@@ -64,7 +64,7 @@ def find_run(args: Any, problems: Problems) -> EarlierRun:
         problems.add(f"{why}. No checkpoint of {folder} can be used; start over with --resume overwrite")
     else:
         notes += compare_flags(args, flags, str(folder), problems)
-        notes.append(f"the run in {folder} had saved no checkpoint yet: it starts over")
+        notes.append(f"the run in {folder} has no checkpoint yet: it starts over")
     return EarlierRun(checkpoints, notes=notes)
 
 
@@ -79,7 +79,7 @@ def settle_dtype(args: Any) -> list[str]:
 
     def choose() -> str:
         before = resumed_dtype(args)
-        return f"{before}: as the run had that is resumed" if before else "{}: {}".format(*faster_dtype())
+        return f"{before}, as in the resumed run" if before else "{}: {}".format(*faster_dtype())
 
     said = distributed.text_of_first_rank("dtype", choose)
     args.dtype = said.partition(":")[0]

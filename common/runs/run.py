@@ -256,7 +256,7 @@ class Run(Stateful):
         if self.folder:
             file = f"step-{step:06d}-{count:03d}-rank-{distributed.rank():05d}.jsonl"
             where = _write_batches(self.folder / "bad_batches" / file, step, error)
-        self.logger.note(f"step {step} refused: {error}{where}")
+        self.logger.note(f"step {step} skipped: {error}{where}")
         self.logger.log_event(step, {"perf/bad_steps": count})
         if count > self.args.max_bad_steps:
             self._save(checkpoint_name(step, position))

@@ -58,7 +58,7 @@ class Scorer:
         """Start scoring batches; functions and servers run in a thread. Every rank must call this."""
         if not self.texts:
             return PendingScores(self, batches, None)
-        with watchdog.phase("the texts of the responses", clock="reward"):
+        with watchdog.phase("the decoding of the responses", clock="reward"):
             if self._pending:
                 self._pending.join()  # of a skipped step; rewards are not called concurrently
             self._pending = PendingScores(self, batches, self._read(batches, texts))
@@ -107,7 +107,7 @@ class Scorer:
             except RewardError as error:
                 raise StepRefused(str(error)) from error
 
-        with watchdog.phase("the judged pairs", clock="reward"):
+        with watchdog.phase("the comparison of pairs", clock="reward"):
             preferences = distributed.run_together(compare, StepRefused)[distributed.rank()]
         self.gather_costs()
         return preferences

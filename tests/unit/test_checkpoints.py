@@ -170,7 +170,7 @@ def test_damage_that_a_first_look_shows_is_named_and_passed_over(two, what):
     assert version == 1 and doubt.startswith(f"checkpoint {folder}: ")
 
 
-CHANGED = f"{MODEL} has changed since it was written (its SHA-256 differs); it is passed over"
+CHANGED = f"{MODEL} has changed since it was written (its SHA-256 differs); it is skipped"
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ CHANGED = f"{MODEL} has changed since it was written (its SHA-256 differs); it i
     [
         (flip_last_bit, CHANGED),
         (lambda file: file.write_bytes(file.read_bytes()[:-1]), CHANGED),
-        (Path.unlink, f"{MODEL} cannot be read: No such file or directory; it is passed over"),
+        (Path.unlink, f"{MODEL} cannot be read: No such file or directory; it is skipped"),
     ],
     ids=["one bit", "cut", "missing"],
 )

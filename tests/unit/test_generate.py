@@ -194,7 +194,7 @@ _LLAMA4 |= {
     ("config", "words"),
     [
         (tiny_config("gpt_neo", 64), "local layers see 8 tokens"),
-        (Llama4TextConfig(**_LLAMA4, floor_scale=9), "layers without rotary positions scale nothing for 8"),
+        (Llama4TextConfig(**_LLAMA4, floor_scale=9), "layers without rotary positions are unscaled for 8"),
     ],
     ids=["gpt_neo", "llama4"],
 )

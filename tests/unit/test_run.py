@@ -64,7 +64,7 @@ def test_refused_steps_are_counted_and_the_one_too_many_ends_the_run(tmp_path, c
     files = sorted(path.name for path in (tmp_path / "bad_batches").iterdir())
     assert files == [f"step-00000{step}-00{n}-rank-00000.jsonl" for n, step in enumerate((4, 7, 7), 1)]
     printed = capsys.readouterr().out
-    assert "step 4 refused: loss 0 is NaN; its batch is in" in printed and "step 7 refused" in printed
+    assert "step 4 skipped: loss 0 is NaN; its batch is in" in printed and "step 7 skipped" in printed
 
 
 def test_the_count_goes_on_where_a_checkpoint_left_it(tmp_path):

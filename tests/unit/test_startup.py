@@ -95,7 +95,7 @@ def test_the_token_that_a_chat_template_ends_turns_with_becomes_eos_unless_anoth
     args, problems = SFTArguments(eot_token=given), Problems()
     template, notes = find_template("--model_name_or_path", str(tmp_path), args, tokenizer, problems)
     if given:
-        assert template is None and "pass that token by --eot_token" in problems.messages[0]
+        assert template is None and "pass that token as --eot_token" in problems.messages[0]
     else:
         assert tokenizer.eos_token == template.eot_token == "<|im_end|>" and not problems.messages
         assert "turns end with '<|im_end|>'" in notes[0]

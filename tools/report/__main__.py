@@ -20,8 +20,10 @@ from tools.report.page import write_report
 class ReportArguments:
     """Runs and output file."""
 
-    run_dir: list[str] = flag([], "--output_dir of runs; as the first words they need no --run_dir")
-    output: str = flag("", f"the page; empty: {REPORT} in the folder of the run, or here for several runs")
+    run_dir: list[str] = flag([], "--output_dir of runs; may be given first, without --run_dir")
+    output: str = flag(
+        "", f"page to write; empty: {REPORT} in the run's folder, or in this folder for several runs"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
