@@ -80,7 +80,7 @@ compared with those of the class's own `forward`. The same probe runs before eac
 the given model, in 0.05 to 0.5 seconds: this page is an overview, the probe decides.
 
 - **steps 1, 3 and DPO**: *packed*, sequences are concatenated without padding; *padded*, they are not;
-  *refused*, our results would differ from the model's; *not tried*, its default configuration cannot be shrunk:
+  *refused*, our results would differ from the model's; *not tried*, the default configuration cannot shrink:
   rows are padded, and a note says that nothing was compared.
 - **value model**: reward models and critics; *none*, transformers has no classifier of the family.
 - **hybrid engine**: `--enable_hybrid_engine`, chat.py and the arena; *state*, the family carries a state from
