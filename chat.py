@@ -50,7 +50,7 @@ HELP = """\
 /quit             leave (also: /exit, an empty line, Ctrl-D)
 //...              send a message that begins with a /
 Ctrl-C stops the answer being generated; otherwise it leaves."""
-LEAVE = ("/quit", "/exit")
+QUIT_COMMANDS = ("/quit", "/exit")
 
 
 @dataclass
@@ -157,7 +157,7 @@ class Session:
     score: Score | None
     system: str
 
-    def whole(self, said: list[Message]) -> list[Message]:
+    def with_system(self, said: list[Message]) -> list[Message]:
         """The system message and the turns after it."""
         return [Message("system", self.system), *said] if self.system else said
 
@@ -180,7 +180,7 @@ class Session:
             return f"/save {name}: the conversation is empty"
         lines = []
         for conversation in self.conversations:
-            messages = [message.as_dict() for message in self.whole(conversation.said)]
+            messages = [message.as_dict() for message in self.with_system(conversation.said)]
             lines.append(json_line({"messages": messages, "model": conversation.name}))
         try:
             path = Path(name).expanduser()
@@ -221,12 +221,12 @@ class Session:
                     return is_interrupted.is_set()
 
                 try:
-                    [reply] = conversation.answerer.answer(self.whole(said), on_text=tell)
+                    [reply] = conversation.answerer.answer(self.with_system(said), on_text=tell)
                 except ValueError as error:  # the chat template rejects this conversation
                     show(f"no answer: {error}\n")
                     continue
                 conversation.said = [*said, Message("assistant", reply)]
-                show(f"\n{self.score(self.whole(conversation.said))}\n" if self.score else "\n")
+                show(f"\n{self.score(self.with_system(conversation.said))}\n" if self.score else "\n")
                 if is_interrupted.is_set():
                     return
 
@@ -298,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             text = input("you> " if is_terminal else "").strip()
         except EOFError:
             text = ""
-        if not text or text in LEAVE:
+        if not text or text in QUIT_COMMANDS:
             return
         if text == "clear" or (text.startswith("/") and not text.startswith("//")):
             print(session.command(text), flush=True, file=sys.stdout if is_terminal else sys.stderr)

@@ -43,7 +43,7 @@ from serving.text_stream import Answer, TextStream
 
 _MIN_PROMPT_TOKENS = 8  # reserved for the prompt, whatever the response limit
 _ENDLESS_POSITIONS = 4096  # for a model without a limit (ALiBi); enough for a terminal
-_MOST_CHARACTERS = 32  # maximum mean per token; a longer text is rejected before it is tokenised
+_MAX_CHARACTERS = 32  # maximum mean per token; a longer text is rejected before it is tokenised
 _SAMPLE_ID_BITS = 48
 _POSITIONS_AT_A_TIME = 128  # whose logits are in memory at once
 _device_lock = threading.Lock()  # the device computes for one request at a time, over all models
@@ -214,8 +214,8 @@ class Answerer:
 
     def _check_characters(self, texts: Sequence[str]) -> None:
         """Raise ValueError if texts have too many characters to fit, each with the marks of a turn."""
-        num_characters = sum(len(text) + _MOST_CHARACTERS for text in texts)
-        if num_characters > (most := _MOST_CHARACTERS * (self.max_length + 1)):
+        num_characters = sum(len(text) + _MAX_CHARACTERS for text in texts)
+        if num_characters > (most := _MAX_CHARACTERS * (self.max_length + 1)):
             raise ValueError(
                 f"the prompt has {num_characters} characters, but prompt and answer together may have "
                 f"{self.max_length} tokens, about {most} characters; shorten it"

@@ -30,7 +30,7 @@ from common.programs import conversation_form, model_checks, running, startup
 from common.programs.conversation_form import closing_of
 from common.programs.reward_scorer import RewardScorer, load_frozen_value_model
 from common.runs.export import read_metadata
-from serving.web_server import Guard, Refused, address_of, bind, build_app, is_loopback, run_server
+from serving.web_server import Guard, RejectedRequest, address_of, bind, build_app, is_loopback, run_server
 
 ACCURACY = ("accuracy", "accuracy_low", "accuracy_high", "pairs")  # on held-out pairs, from triptych.json
 
@@ -78,17 +78,19 @@ def create_app(scorer: RewardScorer, args: ServeArguments, *, token: str = "") -
         num_rows = len(body.prompts)
         if num_rows != len(body.responses):
             counts = f"{num_rows} prompts but {len(body.responses)} responses"
-            raise Refused(422, f"{counts}; send one prompt for each response")
+            raise RejectedRequest(422, f"{counts}; send one prompt for each response")
         if num_rows > args.max_request_rows:
             limit = f"--max_request_rows {args.max_request_rows}"
-            raise Refused(413, f"{num_rows} rows are more than {limit}; send smaller batches")
+            raise RejectedRequest(413, f"{num_rows} rows are more than {limit}; send smaller batches")
         longest = max(map(len, body.prompts + body.responses), default=0)
         if longest > args.max_text_characters:
             limit = f"--max_text_characters {args.max_text_characters}"
-            raise Refused(413, f"a text has {longest} characters, more than {limit}; send shorter ones")
+            raise RejectedRequest(
+                413, f"a text has {longest} characters, more than {limit}; send shorter ones"
+            )
         scores = scorer.score(body.prompts, body.responses)
         if not all(map(math.isfinite, scores)):  # not representable in JSON
-            raise Refused(500, "a score is not finite; serve the model with --dtype fp32")
+            raise RejectedRequest(500, "a score is not finite; serve the model with --dtype fp32")
         return {"scores": scores}
 
     @app.get("/health")

@@ -125,7 +125,7 @@ class KTOTrainer(Trainer):
             "undesirable_reward": (self.args.beta * ratios[~is_good].sum(), (~is_good).sum()),
         }
 
-    def judge(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
+    def evaluate_batches(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
         """Loss, KL, accuracy (the fraction of responses on their label's side of the KL) and rewards, over
         the rows of all ranks. Every rank must call this.
         """

@@ -22,7 +22,7 @@ from step3_ppo.environments import KIND, NUM_TURNS, Conversation, scores_of
 from step3_ppo.ppo_math import constant_groups
 from step3_ppo.rewards.scorer import PREFIX, PromptTexts, Scorer
 from step3_ppo.roles import Roles
-from step3_ppo.rollout_batch import TokenCap, gather_ids, in_order, replace_rows
+from step3_ppo.rollout_batch import TokenCap, gather_ids, reorder, replace_rows
 
 SCORED = (
     *("rollout_logprobs", "old_logprobs", "ref_logprobs", "scores"),
@@ -69,7 +69,7 @@ class Rollout:
         self.refilled_fraction = state["refilled_fraction"]
         self.recomputes = state["recomputes"]
 
-    def judge_gap(self, gap: float) -> str | None:
+    def check_logprob_gap(self, gap: float) -> str | None:
         """Update the policy of --old_logprobs from a step's mean gap between sampler and trainer; return a
         warning or None.
 
@@ -237,7 +237,7 @@ class Rollout:
             raise
         with watchdog.phase("the gathering of the scores", clock="gather"):
             scored = join_scores(batch.ids, micro_batches, columns, numbers)
-            self._refuse_if_not_finite(scored)
+            self._check_finite(scored)
             return scored
 
     def _find_divergences(
@@ -252,7 +252,7 @@ class Rollout:
             return [old - ref for old, ref in zip(old_logprobs, ref_logprobs, strict=True)]
         return self.roles.actor.find_divergences(micro_batches, self.roles.reference, beta)
 
-    def _refuse_if_not_finite(self, batch: PackedBatch) -> None:
+    def _check_finite(self, batch: PackedBatch) -> None:
         own = [n for n in SCORED if n in batch.data and not bool(batch.data[n].isfinite().all())]
         gathered = distributed.gather_objects((own, bool(self.scores.has_scores(batch).any())))
         names = [name for name in SCORED if any(name in rank_names for rank_names, _ in gathered)]
@@ -286,7 +286,7 @@ def join_scores(
         batch = batch.with_key(name, torch.cat(list(of_parts)).cpu(), like="response_ids")
     for name, of_parts in numbers.items():
         batch = batch.with_numbers(name, torch.cat(list(of_parts)).cpu())
-    return in_order(batch, ids)
+    return reorder(batch, ids)
 
 
 def add_sampling_mask(batch: PackedBatch, mask: SamplingMask) -> PackedBatch:

@@ -24,7 +24,7 @@ from common.programs import startup
 from common.ranks import distributed
 from common.ranks.failures import first_line
 from tools.memory_plan import TRAINING, Holdings, MemoryPlan
-from tools.planned_run import HERE, PlanArguments, Run, build_run, read_models, read_run
+from tools.planned_run import THIS_MACHINE, PlanArguments, Run, build_run, read_models, read_run
 from tools.step_flags import STEP_NAMES, parse_step_args
 from tools.traffic_plan import is_recomputed, plan_traffic
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     startup.quiet_libraries()
     problems = Problems()
     args = parse_step_args(PlanArguments, argv, description=__doc__.splitlines()[0], problems=problems)
-    if args.gpu == HERE:
+    if args.gpu == THIS_MACHINE:
         return plan_start(args, problems)
     run = read_run(args, problems)
     memory = MemoryPlan(run)

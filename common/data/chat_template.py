@@ -113,7 +113,7 @@ class ChatTemplate(Template):
     ) -> list[Segment]:
         """See `Template.segments`. Every segment is cut out of the text that the template renders."""
         if reply is None:
-            return [Segment(self._ask(prompt, tools), False)]
+            return [Segment(self._render_question(prompt, tools), False)]
         whole = (*prompt, reply)
         learned = [i for i, m in enumerate(prompt) if m.role == "assistant" and m.is_learned]
         pieces: list[Segment] = []
@@ -126,7 +126,7 @@ class ChatTemplate(Template):
             done = context + learnt
         return pieces
 
-    def _ask(self, prompt: Sequence[Message], tools: str) -> str:
+    def _render_question(self, prompt: Sequence[Message], tools: str) -> str:
         """The text of a prompt, with the generation prompt. Raises BadRow if it lacks a part of the row."""
         text = self._render(prompt, tools, add_generation_prompt=True)
         names = [tool_name(tool) for tool in json.loads(tools or "[]")]
@@ -141,7 +141,7 @@ class ChatTemplate(Template):
         Raises BadRow if the rendered reply does not follow the generation prompt, or is incomplete.
         """
         *prompt, reply = conversation
-        asked = self._ask(prompt, tools)
+        asked = self._render_question(prompt, tools)
         shown = self._render(conversation, tools)
         if not shown.startswith(asked):
             at = len(commonprefix([asked, shown]))
@@ -186,7 +186,7 @@ class ChatTemplate(Template):
                 raise BadRow(f"the chat template omits {name}: {part.strip()[:40]!r}")
 
     def _text_after_reply(self, messages: Sequence[Message]) -> str:
-        after = self._ask((*EXCHANGE, *messages), "").partition(EXCHANGE[1].content)[2]
+        after = self._render_question((*EXCHANGE, *messages), "").partition(EXCHANGE[1].content)[2]
         _, end, text = after.partition(self.eot_token)
         if not end:
             raise BadRow(

@@ -162,14 +162,14 @@ def _row_problems(source: RawSource, options: DataOptions) -> list[str]:
     problems = []
     for rows in (source.train, source.eval):
         num_probed = 0 if rows is None else min(NUM_PROBED, len(rows))
-        reasons = [_why_not(source, rows, index, options) for index in range(num_probed)]
+        reasons = [_reason_unusable(source, rows, index, options) for index in range(num_probed)]
         if reasons and None not in reasons:
             place = f"{rows.location(0)}: {reasons[0]}"
             problems.append(f"--data_path {source.name}: the first rows cannot be used. {place}")
     return problems
 
 
-def _why_not(source: RawSource, rows: RawRows, index: int, options: DataOptions) -> BadRow | None:
+def _reason_unusable(source: RawSource, rows: RawRows, index: int, options: DataOptions) -> BadRow | None:
     """Why a row cannot be used in the step; None if it can."""
     try:
         examples = source.adapter.to_examples(rows[index])

@@ -25,7 +25,7 @@ from common.data.stage_rows import COLUMNS, Item, RowBuilder, build_row_fields
 from common.data.token_cache import DataReport, TokenTable, TokenWriter, build_cached
 from common.ranks import watchdog
 
-TELL_SECONDS = 5.0
+PROGRESS_SECONDS = 5.0
 NUM_SHOWN = 400  # characters shown of a row
 NOT_IN_KEY = ("data_path", "sft_only_data_path", "max_bad_rows", "cache_dir")  # without effect on the tokens
 CHUNK_ROWS = 1024  # rows tokenised together and written as one chunk
@@ -107,7 +107,7 @@ def _write(
     builder = RowBuilder(template, options, report)
     prompt_indexes = count()
     total = sum(len(source.train) for source in sources)
-    next_time = time.monotonic() + TELL_SECONDS
+    next_time = time.monotonic() + PROGRESS_SECONDS
     with ExitStack() as stack:
         train, held_out = (
             stack.enter_context(closing(TokenWriter(folder / f"{name}.arrow", COLUMNS[options.kind])))
@@ -122,8 +122,8 @@ def _write(
                     writer.append(builder.build(some))
                 report.check_bad_rows(options.max_bad_rows)
                 if time.monotonic() >= next_time:
-                    watchdog.tell(f"tokenised {report.num_raw_rows:,} of at most {total:,} rows")
-                    next_time = time.monotonic() + TELL_SECONDS
+                    watchdog.print_progress(f"tokenised {report.num_raw_rows:,} of at most {total:,} rows")
+                    next_time = time.monotonic() + PROGRESS_SECONDS
             report.notes += source.notes(options.stage)
             if train.num_rows == num_before:
                 raise ValueError(_no_rows(source, options, report))
@@ -158,14 +158,16 @@ def _items(
             row_id = rows.row_id(index, row)
             fields = build_row_fields(row) if stage == 3 else "{}"
             # Several rows may have the same prompt: step 3 must not train on its evaluation prompts.
-            contents = [_said(e.prompt) for e in examples] if stage == 3 else [row] * len(examples)
+            contents = [_split_key(e.prompt) for e in examples] if stage == 3 else [row] * len(examples)
             is_eval = [
                 rows is source.eval
                 or (eval_fraction > 0 and is_held_out(content, eval_fraction, options.seed))
                 for content in contents
             ]
             if options.kind == "pair" and len(examples) > options.max_pairs_per_prompt:
-                examples = _draw(examples, options, f"{options.seed} {row_id}", report, for_once=is_eval[0])
+                examples = _sample_pairs(
+                    examples, options, f"{options.seed} {row_id}", report, for_once=is_eval[0]
+                )
             index_of_prompt: dict[object, int] = defaultdict(lambda: next(prompt_indexes))
             for number, example in enumerate(examples):
                 name = row_id if len(examples) == 1 else f"{row_id}#{number}"
@@ -174,7 +176,7 @@ def _items(
                 yield item, is_eval[number]
 
 
-def _said(prompt: Sequence[Message]) -> list[tuple[str, ...]]:
+def _split_key(prompt: Sequence[Message]) -> list[tuple[str, ...]]:
     """Roles, texts and extras of a prompt, which determine whether it is held out."""
     return [message[: 3 if message.extras else 2] for message in prompt]
 
@@ -219,7 +221,7 @@ def unpair(examples: Sequence[Example]) -> list[Example]:
     ]
 
 
-def _draw(
+def _sample_pairs(
     examples: list[Example], options: DataOptions, key: str, report: DataReport, *, for_once: bool
 ) -> list[Example]:
     """Pairs of each prompt of a raw row, sampled by its name, the same in every run: as many as an evaluation

@@ -98,8 +98,10 @@ class Muon(torch.optim.AdamW):
         for first in range(0, len(self.matrices[owner]), num_at_once):
             runs = self.matrices[owner][first : first + num_at_once]
             own_slices = [slice(run.offset, run.offset + run.numel) for run in runs]
-            parts = [_advance(momenta[m], gradients[m]) for m in own_slices]
-            updates = self._orthogonalise_together([_place(*pair) for pair in zip(runs, parts, strict=True)])
+            parts = [_nesterov_update(momenta[m], gradients[m]) for m in own_slices]
+            updates = self._orthogonalise_together(
+                [_as_whole_matrix(*pair) for pair in zip(runs, parts, strict=True)]
+            )
             for run, m, update in zip(runs, own_slices, updates, strict=True):
                 update *= RMS * max(update.shape[-2:]) ** 0.5
                 part = update.view(-1)[run.start : run.start + run.numel].to(owner.device, torch.float32)
@@ -120,14 +122,14 @@ class Muon(torch.optim.AdamW):
         return wholes
 
 
-def _advance(momentum: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def _nesterov_update(momentum: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Nesterov update (n,), after updating the momentum (n,)."""
     moved = momentum.float().lerp(gradient.float(), 1 - MOMENTUM)
     momentum.copy_(moved)
     return gradient.float().lerp(moved, MOMENTUM)
 
 
-def _place(run: OwnedRun, part: torch.Tensor) -> torch.Tensor:
+def _as_whole_matrix(run: OwnedRun, part: torch.Tensor) -> torch.Tensor:
     """A whole matrix of zeros with this rank's part filled in, in the dtype of the iteration."""
     dtype = torch.bfloat16 if distributed.has_gpu() else torch.float32
     whole = torch.zeros(shape_of(run.parameter), dtype=dtype, device=distributed.device())

@@ -36,7 +36,7 @@ class _LastingText(io.TextIOWrapper):
         self.flush()
 
 
-def settle_streams() -> None:
+def harden_streams() -> None:
     """Make standard input, output and error usable in any state; every program calls this first.
 
     A closed stream becomes the null device, output that cannot be written is dropped, and characters that the
@@ -65,7 +65,7 @@ def settle_streams() -> None:
 
 def run_tool(main: Callable[[], Any]) -> None:
     """Run a tool's main function and exit with the code that it returns; Ctrl-C ends it with one line."""
-    settle_streams()
+    harden_streams()
     try:
         raise SystemExit(main())
     except KeyboardInterrupt:

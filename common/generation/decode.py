@@ -95,7 +95,7 @@ class DecodeState:
         uniforms = counter_uniform(seed, sample_ids.repeat_interleave(columns), positions)
         self.uniforms[slots] = uniforms.view(-1, columns)
 
-    def go_on(self, slot: int, count: int, said: Sequence[int]) -> None:
+    def continue_with(self, slot: int, count: int, said: Sequence[int]) -> None:
         """Continue a sequence that stopped after `count` tokens with the environment's tokens `said`."""
         self.given_ids[slot, count : count + len(said)] = torch.as_tensor(said, dtype=torch.int64)
         # The stop token is not in the cache yet, and later passes have overwritten last_ids.
@@ -232,7 +232,7 @@ class DecodeStep:
         config = config.get_text_config()
         self._has_alibi = not self._takes_positions or bool(getattr(config, "alibi", False))
         self._window, self._chunk, self._is_mixed = _windows(config)
-        _refuse_own_window(config, cache.max_length)
+        _check_own_window(config, cache.max_length)
         device = state.lengths.device
         self._dtype = next(model.parameters()).dtype
         self._rows = torch.arange(cache.num_slots, device=device)
@@ -322,7 +322,7 @@ class DecodeStep:
         return mask.masked_fill_(~is_visible, torch.finfo(self._dtype).min)[:, None, None, :]
 
 
-def _refuse_own_window(config: Any, max_length: int) -> None:
+def _check_own_window(config: Any, max_length: int) -> None:
     """Raise ValueError if `max_length` exceeds the length from which a family's layers depend on a key's
     index (GPT-Neo's windows) or on the cache's length (Llama 4's temperatures): slots change both.
     """

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 BYTES_PER_WEIGHT = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
-def refusals(args: Any, *, is_planned: bool = False) -> Iterator[str]:
+def incompatible_flags(args: Any, *, is_planned: bool = False) -> Iterator[str]:
     """Yield the reasons why a program's flags, those of all its roles, cannot be used with --load_in_4bit.
 
     A run that `is_planned` does not need bitsandbytes yet.
@@ -51,7 +51,7 @@ def quantisation(dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def settle(model: nn.Module) -> None:
+def keep_packed(model: nn.Module) -> None:
     """Keep packed weights unchanged, so that they are the same in every pass.
 
     On CPUs with AVX512-BF16 bitsandbytes would repack them for passes in eval mode, and round differently

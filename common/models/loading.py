@@ -26,7 +26,7 @@ from common.models.attention import (
     narrow_last_layer,
     takes_packed,
 )
-from common.models.four_bit import quantisation, settle, whole_shape
+from common.models.four_bit import keep_packed, quantisation, whole_shape
 from common.models.model_inputs import ModelInputs
 from common.models.router_loss import balance_loss, router_coefficient
 from common.models.saved_adapters import base_of, is_adapter
@@ -106,7 +106,9 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
     of_body = [parameter for parameter in absent if parameter.startswith(needed)]
     mismatched = sorted(str(item[0]) for item in info["mismatched_keys"])
     is_part = type(more.get("config", model.config)) is not type(model.config)
-    homeless = _homeless(model, sorted(info["unexpected_keys"]), is_part=is_part, is_own_class=is_own_class)
+    homeless = _unmatched_weights(
+        model, sorted(info["unexpected_keys"]), is_part=is_part, is_own_class=is_own_class
+    )
     for names, text in (
         (of_body, f"its weights lack {{}} of {size} parameters of {name}"),
         (mismatched, f"its weights have the wrong sizes for {{}} of {size} parameters of {name}"),
@@ -127,7 +129,7 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
     return model
 
 
-def _homeless(
+def _unmatched_weights(
     model: PreTrainedModel, unexpected: list[str], *, is_part: bool, is_own_class: bool
 ) -> list[str]:
     """Weights of a file that the model in config.json should have and does not.
@@ -250,7 +252,7 @@ def load_pretrained(
         **packed,
     )
     model.packs_rows = probe.packs
-    settle(model)
+    keep_packed(model)
     if not getattr(model, "hf_quantizer", None):
         _check_values(options.name_or_path, model)
     elif not options.load_in_4bit:

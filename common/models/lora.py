@@ -178,11 +178,11 @@ def add_lora(model: PreTrainedModel, options: LoraOptions, seed: int = 0) -> nn.
                 shape = getattr(parameter, "ds_shape", parameter.shape)
                 init_weight(parameter, name, std=shape[-1] ** -0.5, seed=seed)
     if adapted is not model:
-        distributed.say_once(f"note: {_reach(adapted)}")
+        distributed.say_once(f"note: {_describe_reach(adapted)}")
     return adapted
 
 
-def _reach(adapted: nn.Module) -> str:
+def _describe_reach(adapted: nn.Module) -> str:
     """The share of the weights that the adapters reach, as text."""
     sizes = {name: whole_shape(w.parameter).numel() for name, w in trained_weights(adapted).items()}
     reached = [name for name, weight in trained_weights(adapted).items() if weight.lora_a is not None]

@@ -121,16 +121,16 @@ def _pack(token_ids: torch.Tensor, lengths: torch.Tensor, group_sizes: torch.Ten
     ]
 
     # Segments: a group's shared prefix, and the rest of each sequence, which also attends to the prefix.
-    of_sequences = torch.stack([is_first * shared, lengths - shared], dim=1).flatten()  # (2S,)
-    keys_of_sequences = torch.stack([shared, lengths], dim=1).flatten()
-    is_piece = of_sequences > 0
-    piece_lengths = of_sequences[is_piece]
-    key_lengths = keys_of_sequences[is_piece]
+    new_lengths = torch.stack([is_first * shared, lengths - shared], dim=1).flatten()  # (2S,)
+    attended_lengths = torch.stack([shared, lengths], dim=1).flatten()
+    is_segment = new_lengths > 0
+    segment_lengths = new_lengths[is_segment]
+    key_lengths = attended_lengths[is_segment]
     key_slots = None
     if shared.any():
-        key_slots = token_slots[token_positions(key_lengths, starts.repeat_interleave(2)[is_piece])]
+        key_slots = token_slots[token_positions(key_lengths, starts.repeat_interleave(2)[is_segment])]
     packing = Packing(
-        piece_lengths.tolist(), key_lengths.tolist(), _ends(piece_lengths), _ends(key_lengths), key_slots
+        segment_lengths.tolist(), key_lengths.tolist(), _ends(segment_lengths), _ends(key_lengths), key_slots
     )
     return ModelInputs(
         token_ids[is_kept].unsqueeze(0),
@@ -138,7 +138,7 @@ def _pack(token_ids: torch.Tensor, lengths: torch.Tensor, group_sizes: torch.Ten
         token_slots,
         token_slots[starts + lengths - 1],
         num_tokens=int(is_kept.sum()),
-        num_pairs=int((piece_lengths * key_lengths).sum()),
+        num_pairs=int((segment_lengths * key_lengths).sum()),
         packing=packing,
     )
 

@@ -126,12 +126,12 @@ def _narrow(config: PreTrainedConfig) -> None:
     for part, heads, width in shapes:
         for name, value in vars(part).items():
             if type(value) is int and value > 1:
-                vars(part)[name] = _few(name, value, heads or 0, width, widths)
+                vars(part)[name] = _reduced(name, value, heads or 0, width, widths)
             elif isinstance(value, list) and "intermediate" in name:
                 vars(part)[name] = [min(number, 64) for number in value]
 
 
-def _few(name: str, value: int, heads: int, width: int | None, widths: dict[int, int]) -> int:
+def _reduced(name: str, value: int, heads: int, width: int | None, widths: dict[int, int]) -> int:
     """A smaller number for a narrow configuration."""
     if "token_id" in name or "token_index" in name:
         return value if value < _NUM_TOKENS else 0

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from common.flags.streams import settle_streams
+from common.flags.streams import harden_streams
 from common.programs.startup import quiet_libraries
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused, TooManyBadSteps, say
@@ -31,9 +31,9 @@ def run_program(program: Callable[[], None]) -> None:
     Ctrl-C, a skipped step, an out-of-memory error and another rank's failure end it with one line and no
     traceback.
     """
-    settle_streams()
+    harden_streams()
     quiet_libraries()
-    watchdog.tell_phases()
+    watchdog.print_progress_lines()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # unless a shell ignores it
         signal.signal(signal.SIGINT, _leave_at_once)
     code, cause = 0, None
@@ -54,7 +54,7 @@ def run_program(program: Callable[[], None]) -> None:
         run_files.release_lock(3)
         os._exit(3)
     except Exception as error:
-        watchdog.leave_after(error)
+        watchdog.exit_on_error(error)
         code = 1
         raise
     finally:

@@ -97,9 +97,9 @@ def run_steps(run: Run, train_step: Callable[[int], None], evaluate: Callable[[i
             refusal = error
         run.step = step
         if refusal:
-            run.refuse(step, refusal)
+            run.record_bad_step(step, refusal)
         evaluate(step)
-        run.point(step)
+        run.checkpoint_if_due(step)
     if not run.num_updates:
         raise TooManyBadSteps(
             f"none of the {run.step} steps changed the model, so nothing is exported; fix the problems "

@@ -39,7 +39,7 @@ def find_run(args: Any, problems: Problems) -> EarlierRun:
     if folder is None or args.resume == "overwrite":
         return EarlierRun()
     if args.resume == "never" or not (folder / ARGS_FILE).is_file():
-        _refuse_other_files(folder, problems, ", or give --resume overwrite to replace it")
+        _reject_other_files(folder, problems, ", or give --resume overwrite to replace it")
         return EarlierRun()
     try:
         finished = read_object(folder / FINISHED_FILE, steps=int, exports=list)
@@ -68,7 +68,7 @@ def find_run(args: Any, problems: Problems) -> EarlierRun:
     return EarlierRun(checkpoints, notes=notes)
 
 
-def settle_dtype(args: Any) -> list[str]:
+def resolve_dtype(args: Any) -> list[str]:
     """Resolve --dtype auto in `args`; return a note. Every rank must call this.
 
     On a CPU it becomes the dtype of the resumed run, else the faster one on the first rank.
@@ -106,12 +106,12 @@ def _named_run(args: Any, folder: Path | None, problems: Problems) -> EarlierRun
         return EarlierRun()
     is_elsewhere = folder is None or folder.resolve() != checkpoints[0].folder.resolve().parent.parent
     if folder and is_elsewhere:
-        _refuse_other_files(folder, problems)
+        _reject_other_files(folder, problems)
     notes = compare_flags(args, checkpoints[0].meta["args"], str(checkpoints[0].folder), problems)
     return EarlierRun(checkpoints, is_elsewhere, notes)
 
 
-def _refuse_other_files(folder: Path, problems: Problems, cure: str = "") -> None:
+def _reject_other_files(folder: Path, problems: Problems, cure: str = "") -> None:
     left = sorted(folder.iterdir()) if folder.is_dir() else []
     left = [p.name for p in left if p.name not in FOREIGN_FILES and p.suffix != WRITING]
     if left:

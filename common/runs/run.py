@@ -213,7 +213,7 @@ class Run(Stateful):
             "starts": [*earlier.get("starts", []), start],
         }
 
-    def point(self, step: int, position: str = "") -> None:
+    def checkpoint_if_due(self, step: int, position: str = "") -> None:
         """Save the state after a step if --save_interval requires it. Every rank must call this.
 
         After a request to stop, also saves at a `position` within the step and exits: raises Stopped, or
@@ -244,11 +244,11 @@ class Run(Stateful):
                 raise SaveFailed(text) from error
             self.logger.note(f"warning: {text}; the run continues")
 
-    def refuse(self, step: int, error: StepRefused, position: str = "") -> None:
+    def record_bad_step(self, step: int, error: StepRefused, position: str = "") -> None:
         """Count a skipped step and write its batch to disk. Every rank must call this, for the same step.
 
         Beyond --max_bad_steps raises TooManyBadSteps, caused by the error, with the state saved as by
-        `point`.
+        `checkpoint_if_due`.
         """
         self.num_refused += 1
         count = self.num_refused
@@ -338,9 +338,9 @@ class StopRequest:
         while True:
             for number in os.read(reading, 64):
                 if number in SIGNALS:
-                    self._take(signal.Signals(number))
+                    self._handle(signal.Signals(number))
 
-    def _take(self, number: signal.Signals) -> None:
+    def _handle(self, number: signal.Signals) -> None:
         now = time.monotonic()
         if not self.name:
             self.name = number.name

@@ -25,7 +25,7 @@ from common.ranks.zero3 import find_owned_runs, is_sharded, own_share
 MOMENTS = ("exp_avg", "exp_avg_sq")
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 ALL = "*"
-PIECE_ELEMENTS = 2**26  # elements copied to the host at a time
+CHUNK_ELEMENTS = 2**26  # elements copied to the host at a time
 SAFETENSORS_NAMES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
     **{torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"},
@@ -94,7 +94,7 @@ def write_slices(file: Path, slices: Iterable[TensorSlice]) -> None:
     with open(file, "wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for _, _, tensor in ordered:
-            for piece in tensor.detach().flatten().split(PIECE_ELEMENTS):
+            for piece in tensor.detach().flatten().split(CHUNK_ELEMENTS):
                 out.write(piece.cpu().view(torch.uint8).numpy())
 
 

@@ -302,7 +302,7 @@ def cut(numel: int, rng: random.Random) -> list[tuple[int, int]]:
 
 def test_a_gpus_tensors_pass_through_the_host_piece_by_piece(tmp_path, monkeypatch):
     """A checkpoint of 13B would fill 156 GB of it."""
-    monkeypatch.setattr(saved_state, "PIECE_ELEMENTS", 100)
+    monkeypatch.setattr(saved_state, "CHUNK_ELEMENTS", 100)
     live = [0]
     with pretended_gpu() as gpu:
         move, values = gpu.move, {f"w{n}": torch.full((250 + n,), float(n)) for n in range(8)}

@@ -172,7 +172,7 @@ def test_a_function_that_fails_is_named_with_its_batch(bad, words, num_processes
 
 
 def test_a_function_may_close_our_output(reward_of, tmp_path):
-    code = "from common.flags.streams import settle_streams; settle_streams(); import own_rewards; "
+    code = "from common.flags.streams import harden_streams; harden_streams(); import own_rewards; "
     code += "own_rewards.closer([], ['r'], []); print('heard')"
     path = os.pathsep.join([str(tmp_path), os.getcwd()])
     done = subprocess.run(

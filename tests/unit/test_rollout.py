@@ -287,21 +287,21 @@ def test_the_sampling_mask_of_each_token_is_packed_beside_it():
 
 def test_the_sampler_is_trusted_as_long_as_it_agrees():
     auto = build(source="auto")
-    assert auto.recomputes and auto.judge_gap(1e-7) is None and not auto.recomputes
-    assert auto.judge_gap(1e-3) is None and not auto.recomputes, "it is met and not exceeded"
-    assert "recomputed from here on" in auto.judge_gap(0.01) and auto.recomputes
-    assert auto.judge_gap(0.01) is None and auto.recomputes
+    assert auto.recomputes and auto.check_logprob_gap(1e-7) is None and not auto.recomputes
+    assert auto.check_logprob_gap(1e-3) is None and not auto.recomputes, "it is met and not exceeded"
+    assert "recomputed from here on" in auto.check_logprob_gap(0.01) and auto.recomputes
+    assert auto.check_logprob_gap(0.01) is None and auto.recomputes
     rollout = build(source="rollout")
-    assert not rollout.recomputes and "--old_logprobs recompute" in rollout.judge_gap(0.01)
+    assert not rollout.recomputes and "--old_logprobs recompute" in rollout.check_logprob_gap(0.01)
     assert not rollout.recomputes and rollout.max_gap == math.inf
     strict = build(source="strict")
     assert not strict.recomputes and strict.max_gap == 1e-3, "an update above it is refused"
     recompute = build(source="recompute")
-    assert recompute.recomputes and recompute.judge_gap(1e-9) is None and recompute.recomputes
+    assert recompute.recomputes and recompute.check_logprob_gap(1e-9) is None and recompute.recomputes
     replayed = build(source="auto", replays=True)  # the sampler's are of other probabilities
-    assert replayed.recomputes and replayed.judge_gap(1e-9) is None and replayed.recomputes
+    assert replayed.recomputes and replayed.check_logprob_gap(1e-9) is None and replayed.recomputes
     stale = build(source="auto", staleness=1)
-    assert stale.judge_gap(1e-9) is None and stale.recomputes
+    assert stale.check_logprob_gap(1e-9) is None and stale.recomputes
 
 
 @pytest.mark.usefixtures("process_group")
