@@ -70,11 +70,11 @@ class PPOLosses:
             gradients["value"] = self.compute_critic_gradients(micro_batches)
         means = {NUM_TOKENS: num_tokens}
         gap = gradients["policy"].means["policy/logprob_gap"]
-        doubt = (
+        reason_to_skip = (
             f"sampler and trainer differ by {gap:.2g} nats per token, but --old_logprobs strict allows "
             f"{max_gap}; --old_logprobs auto recomputes the sampler's log-probabilities"
         )
-        steps = take_steps(list(gradients.values()), doubt if gap > max_gap else "")
+        steps = take_steps(list(gradients.values()), reason_to_skip if gap > max_gap else "")
         for kind, of_engine in zip(gradients, steps, strict=True):
             means |= _named(kind, of_engine)
         return means

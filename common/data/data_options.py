@@ -73,7 +73,7 @@ class DataOptions:
             share = parse_data_split(self.data_split)[self.stage - 1]
             if share == 0 and self.data_path and not (self.stage == 1 and self.sft_only_data_path):
                 problems.append(
-                    f"--data_split {self.data_split} leaves no rows to step {self.stage}; raise share "
+                    f"--data_split {self.data_split} leaves no rows for step {self.stage}; raise share "
                     f"{self.stage} above 0"
                 )
         except ValueError as error:
@@ -135,23 +135,23 @@ def check_sources(options: DataOptions, tokenizer: Any = None) -> list[str]:
     library's cache.
     """
     problems = options.problems()
-    last_of_a_form = 0
+    last_form_problem = 0
     for path in dict.fromkeys([*options.data_path, *options.sft_only_data_path]):
         flag = "--data_path" if path in options.data_path else "--sft_only_data_path"
         try:
             source = options.load_source(path, tokenizer, NUM_READ)
             asks_hub = source.needs_hub and not hub_data.is_offline()
-            of_source = [] if asks_hub else _row_problems(source, options)
-            if of_source and isinstance(source.adapter, AnyForm):
-                last_of_a_form = len(problems) + len(of_source)
+            source_problems = [] if asks_hub else _row_problems(source, options)
+            if source_problems and isinstance(source.adapter, AnyForm):
+                last_form_problem = len(problems) + len(source_problems)
         except NoTokenizer:
             continue
         except (ValueError, OSError) as error:
-            of_source = [str(error) if "--data_path" in str(error) else f"--data_path {path}: {error}"]
-        problems += [problem.replace("--data_path", flag, 1) for problem in of_source]
-    if last_of_a_form:  # stated once, even if several sources are wrong
+            source_problems = [str(error) if "--data_path" in str(error) else f"--data_path {path}: {error}"]
+        problems += [problem.replace("--data_path", flag, 1) for problem in source_problems]
+    if last_form_problem:  # stated once, even if several sources are wrong
         forms = accepted_forms(options.stage, is_unpaired=options.is_unpaired)
-        problems[last_of_a_form - 1] += (
+        problems[last_form_problem - 1] += (
             f"; step {options.stage} reads {forms}; other columns: see docs/data.md"
         )
     return problems

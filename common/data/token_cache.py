@@ -230,7 +230,7 @@ class DataReport:
                 yield index, result
 
     def lines(self) -> list[str]:
-        """The report for the log: one line, and one for every kind of truncated or left out rows."""
+        """The report for the log: one line, and one for every kind of truncated or skipped rows."""
         origin = f"token cache {self.cache_folder} ({'reused' if self.from_cache else 'new'})"
         summary = (
             f"{self.kind} data: {self.num_train} train and {self.num_eval} eval rows of {self.num_raw_rows} "

@@ -64,11 +64,11 @@ class Muon(torch.optim.AdamW):
         # By id, because ZeRO replaces the parameters of a group by its flat tensors.
         self._are_matrices = {id(p) for group in groups if group["is_muon"] for p in group["params"]}
         self.matrices: dict[torch.Tensor, list[OwnedRun]] = defaultdict(list)  # by the key of their states
-        self._is_shared_out = False
+        self._is_distributed = False
 
     def attach(self, engine: Any) -> None:
         """Find the matrices in the tensors that this engine's optimizer updates."""
-        self._is_shared_out = engine.zero_optimization() and distributed.world_size() > 1
+        self._is_distributed = engine.zero_optimization() and distributed.world_size() > 1
         for run in find_owned_runs(engine):
             if id(run.parameter) in self._are_matrices:
                 self.matrices[run.owner].append(run)
@@ -94,7 +94,7 @@ class Muon(torch.optim.AdamW):
             state["exp_avg"] = torch.zeros_like(owner)
         state["step"] += 1
         weights, gradients, momenta = (t.view(-1) for t in (owner, owner.grad, state["exp_avg"]))
-        num_at_once = distributed.world_size() if self._is_shared_out else 1
+        num_at_once = distributed.world_size() if self._is_distributed else 1
         for first in range(0, len(self.matrices[owner]), num_at_once):
             runs = self.matrices[owner][first : first + num_at_once]
             own_slices = [slice(run.offset, run.offset + run.numel) for run in runs]
@@ -105,12 +105,12 @@ class Muon(torch.optim.AdamW):
             for run, m, update in zip(runs, own_slices, updates, strict=True):
                 update *= RMS * max(update.shape[-2:]) ** 0.5
                 part = update.view(-1)[run.start : run.start + run.numel].to(owner.device, torch.float32)
-                kept = 1 - group["lr"] * group["weight_decay"]
-                weights[m] = weights[m].float() * kept - group["lr"] * part
+                decay = 1 - group["lr"] * group["weight_decay"]
+                weights[m] = weights[m].float() * decay - group["lr"] * part
 
     def _orthogonalise_together(self, wholes: list[torch.Tensor]) -> list[torch.Tensor]:
         """Orthogonalised matrices, on all ranks, from zeros in which each rank has filled in its part."""
-        if not self._is_shared_out:
+        if not self._is_distributed:
             return [orthogonalise(whole) for whole in wholes]
         for rank, whole in enumerate(wholes):
             dist.reduce(whole, rank)

@@ -93,7 +93,7 @@ def _build_parser(cls: type, description: str, *, shows_all: bool) -> argparse.A
     fields = dataclasses.fields(cls)
     shows_all = shows_all or len(fields) <= MAX_SHOWN
     if not shows_all:
-        description += " These are the flags of a usual run; --help_all shows all of them."
+        description += " Only the most common flags are listed; --help_all lists all."
     parser = argparse.ArgumentParser(
         usage="%(prog)s [--flag value ...]",
         description=description,
@@ -175,11 +175,11 @@ def parse_args(
     shows_all = "--help_all" in argv
     parser = _build_parser(cls, description, shows_all=shows_all)
     try:
-        words, unknown = parser.parse_known_args(["--help"] if shows_all else argv)
+        namespace, unknown = parser.parse_known_args(["--help"] if shows_all else argv)
     except argparse.ArgumentError as error:
         problems.add(str(error))
         problems.exit_if_any()
-    given = vars(words)
+    given = vars(namespace)
     _apply_switches(given, problems)
     problems.notes += split_values(given, cls.__dataclass_fields__)
     # Arguments after an unknown flag are its values.

@@ -67,14 +67,14 @@ class Problems:
         except ValueError as error:
             self.add(f"{prefix}{error}")
 
-    def exit_if_any(self, *, is_told_by_all: bool = False) -> None:
+    def exit_if_any(self, *, on_every_rank: bool = False) -> None:
         """Exit with code 2 if there are problems. The first process of each machine prints them, because a
-        machine may lack a file that others have; with `is_told_by_all`, every process.
+        machine may lack a file that others have; with `on_every_rank`, every process.
         """
         if not self.messages:
             return
         rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
-        if is_told_by_all or not rank.isdigit() or int(rank) == 0:
+        if on_every_rank or not rank.isdigit() or int(rank) == 0:
             count = len(self.messages)
             print(f"error: {count} problem{'s' if count > 1 else ''}, nothing was started:", file=sys.stderr)
             for message in self.messages:

@@ -298,7 +298,7 @@ class _DecodeLoop:
         return numbers.to(self.device, non_blocking=True).split([len(column) for column in columns])
 
     def _decode(self) -> None:
-        num_passes = 1 if self.agree_any or self.on_tokens else self.step.passes_per_look
+        num_passes = 1 if self.agree_any or self.on_tokens else self.step.passes_per_check
         for _ in range(num_passes):
             # A sequence that finishes between checks keeps its slot: `lengths` are upper bounds.
             self.step.run(len(self.lengths), min(max(self.lengths) + 1, self.step.cache.max_length))

@@ -40,8 +40,8 @@ def incompatible_flags(args: Any, *, is_planned: bool = False) -> Iterator[str]:
 
 
 def quantisation(dtype: torch.dtype) -> BitsAndBytesConfig:
-    """bitsandbytes' configuration of linear layers that compute in `dtype`; heads and embeddings are left
-    out.
+    """bitsandbytes' configuration of linear layers that compute in `dtype`; heads and embeddings are
+    excluded.
     """
     return BitsAndBytesConfig(
         load_in_4bit=True,

@@ -106,13 +106,13 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
     of_body = [parameter for parameter in absent if parameter.startswith(needed)]
     mismatched = sorted(str(item[0]) for item in info["mismatched_keys"])
     is_part = type(more.get("config", model.config)) is not type(model.config)
-    homeless = _unmatched_weights(
+    unmatched = _unmatched_weights(
         model, sorted(info["unexpected_keys"]), is_part=is_part, is_own_class=is_own_class
     )
     for names, text in (
         (of_body, f"its weights lack {{}} of {size} parameters of {name}"),
         (mismatched, f"its weights have the wrong sizes for {{}} of {size} parameters of {name}"),
-        (homeless, "its config.json has no counterpart for {} of its weights"),
+        (unmatched, "its config.json has no counterpart for {} of its weights"),
     ):
         if names:
             raise ValueError(
@@ -134,17 +134,17 @@ def _unmatched_weights(
 ) -> list[str]:
     """Weights of a file that the model in config.json should have and does not.
 
-    The head of another class is not among them, nor are parts that a language model leaves out, such as
+    The head of another class is not among them, nor are parts that a language model omits, such as
     vision.
     """
-    places = {re.sub(r"\d+", "*", name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    own_names = {re.sub(r"\d+", "*", name) for name, _ in model.named_parameters(remove_duplicate=False)}
     of_body = {backbone_name(model), *dict(backbone_of(model).named_children())}
     return [
         name
         for name in unexpected
         if not _MASKS.search(name)
         and (
-            re.sub(r"\d+", "*", name) in places
+            re.sub(r"\d+", "*", name) in own_names
             or (not is_part and (is_own_class or name.partition(".")[0] in of_body))
         )
     ]
@@ -362,7 +362,7 @@ def forward_accepts(model: nn.Module, name: str) -> bool:
 
 
 def compute_hidden(model: PreTrainedModel, inputs: ModelInputs) -> torch.Tensor:
-    """Last hidden states (slots, H) of a transformers model's backbone, rows end to end."""
+    """Last hidden states (slots, H) of a transformers model's backbone, row after row."""
     return run_backbone(model, inputs)[0].flatten(0, 1)
 
 

@@ -100,7 +100,7 @@ def check_run(args: RunArguments, problems: Problems) -> list[str]:
     Exits immediately if the launcher's environment is inconsistent.
     """
     if not check_environment(problems):  # there may be no rank 0 in that case
-        problems.exit_if_any(is_told_by_all=True)
+        problems.exit_if_any(on_every_rank=True)
     for library, tested in {"deepspeed": DEEPSPEED, "transformers": TRANSFORMERS}.items():
         with problems.catch():
             require_version(library, tested)
@@ -156,7 +156,7 @@ def check_device(dtype: str, problems: Problems) -> list[str]:
         f"needs its own; start {num_gpus}: --num_gpus of deepspeed, --nproc_per_node of torchrun",
     )
     if rank >= num_gpus:
-        problems.exit_if_any(is_told_by_all=True)
+        problems.exit_if_any(on_every_rank=True)
     distributed.choose_device()
     if dtype not in ("", "bf16") or distributed.computes_bf16():
         return []

@@ -1,4 +1,4 @@
-"""Every private member of DeepSpeed that is used, for the versions that they were tested with.
+"""All uses of private members of DeepSpeed, with the versions that they were tested with.
 
 Call `install` before an engine is built.
 """

@@ -162,7 +162,9 @@ def _write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     base = {}
     with contextlib.suppress(OSError, ValueError):  # removed since it was loaded
         base = get_tokenizer_config(tokenizer.name_or_path)
-    _edit(folder / "tokenizer_config.json", lambda said: add_older_tokenizer_names(said, base, tokenizer))
+    _edit(
+        folder / "tokenizer_config.json", lambda content: add_older_tokenizer_names(content, base, tokenizer)
+    )
 
 
 def _edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -309,7 +311,7 @@ def save_adapter(
         config.inference_mode = True
         config.save_pretrained(temporary)
         if others and pooling != "last":  # not a field of PEFT, which warns of it
-            _edit(temporary / ADAPTER_CONFIG, lambda said: said.update({POOLING: pooling}))
+            _edit(temporary / ADAPTER_CONFIG, lambda content: content.update({POOLING: pooling}))
         save_file(weights, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
 
     _replace(Path(folder), fill, tokenizer, metadata)

@@ -50,17 +50,17 @@ def find_run(args: Any, problems: Problems) -> EarlierRun:
     notes = []
     if finished and all(getattr(args, name) == flags.get(name) for name in LENGTH_FLAGS):
         exports = [folder / name for name in finished.get("exports", ["export"])]
-        if not (damage := "; ".join(filter(None, map(damage_of_export, exports)))):
+        if not (broken := "; ".join(filter(None, map(damage_of_export, exports)))):
             compare_flags(args, flags, str(folder), problems)
             text = f"the run in {folder} has finished: {finished.get('steps')} steps; its models are in"
             return EarlierRun(finished=f"{text} {folder}/export. --resume overwrite starts it over")
-        notes.append(f"{damage}: it will be written again")
-    checkpoints, doubts = find_checkpoints(folder)
-    notes += [f"{doubt}; it is skipped" for doubt in doubts]
+        notes.append(f"{broken}: it will be written again")
+    checkpoints, damages = find_checkpoints(folder)
+    notes += [f"{damage}; it is skipped" for damage in damages]
     if checkpoints:
         notes += compare_flags(args, checkpoints[0].meta["args"], str(checkpoints[0].folder), problems)
-    elif doubts or finished:
-        why = "; ".join([*doubts, *notes]) or "it has finished without one"
+    elif damages or finished:
+        why = "; ".join([*damages, *notes]) or "it has finished without one"
         problems.add(f"{why}. No checkpoint of {folder} can be used; start over with --resume overwrite")
     else:
         notes += compare_flags(args, flags, str(folder), problems)
@@ -99,9 +99,9 @@ def resumed_dtype(args: Any) -> str:
 
 def _named_run(args: Any, folder: Path | None, problems: Problems) -> EarlierRun:
     """Checkpoints that --resume PATH names: the one at the path, or those of a run's folder."""
-    checkpoints, doubts = find_checkpoints(Path(args.resume))
+    checkpoints, damages = find_checkpoints(Path(args.resume))
     if not checkpoints:
-        why = "; ".join(doubts) or "there is no checkpoint"
+        why = "; ".join(damages) or "there is no checkpoint"
         problems.add(f"--resume {args.resume}: {why}; give a folder such as OUTPUT_DIR/{FOLDER}/step-000200")
         return EarlierRun()
     is_elsewhere = folder is None or folder.resolve() != checkpoints[0].folder.resolve().parent.parent

@@ -129,7 +129,7 @@ class Run(Stateful):
         Raises ValueError if no checkpoint is complete, or it belongs to another run.
         """
         earlier = self.earlier
-        taken = None
+        loaded = None
         self.models = distributed.run_together(self._fingerprints)[0]
         if distributed.is_main() and self.folder and not (self.folder / run_files.ARGS_FILE).exists():
             # Before all other files: without it, a rerun would take them for another run's.
@@ -140,9 +140,9 @@ class Run(Stateful):
             if earlier.is_elsewhere:
                 del parts["log"]  # this folder's log files are not of that run
             with watchdog.phase("the loading of the checkpoint"):
-                taken = load_newest(earlier.checkpoints, parts)
-        if taken and not earlier.is_elsewhere:
-            self.last_saved = taken.folder.name
+                loaded = load_newest(earlier.checkpoints, parts)
+        if loaded and not earlier.is_elsewhere:
+            self.last_saved = loaded.folder.name
             self.logger.open(self.step)
         else:
             self.logger.open()
@@ -153,8 +153,8 @@ class Run(Stateful):
         distributed.barrier()
         for note in earlier.notes:
             self.logger.note(f"note: {note}")
-        if taken:
-            self.logger.note(f"resumes from {taken.folder}")
+        if loaded:
+            self.logger.note(f"resumes from {loaded.folder}")
         if self.folder:
             self.stop.install()
 
@@ -227,7 +227,9 @@ class Run(Stateful):
         if must_stop or is_due:
             self._save(name, must_stop=must_stop)
         if must_stop:
-            raise Stopped(f"stopped after {name}, saved in {self.folder / FOLDER}; the same command resumes")
+            raise Stopped(
+                f"stopped after {name}, saved in {self.folder / FOLDER}; rerun the same command to resume"
+            )
 
     def _save(self, name: str, *, must_stop: bool = False) -> None:
         """Save; a failure is a warning, unless the run `must_stop`."""

@@ -22,7 +22,7 @@ from common.runs.checkpoints import (
     FORMAT,
     find_checkpoints,
     load_newest,
-    newest_whole,
+    newest_intact,
     read_checkpoint,
     save_checkpoint,
 )
@@ -45,11 +45,11 @@ def names(run_folder: Path) -> list[str]:
 
 def newest(run_folder: Path) -> tuple[int, list[str]]:
     """The state that a run goes on with, and what is wrong with others at a first look."""
-    found, doubts = find_checkpoints(run_folder)
+    found, damages = find_checkpoints(run_folder)
     parts = make_parts(-1)
     load_newest(found, parts)
     (version,) = versions(parts)
-    return version, doubts
+    return version, damages
 
 
 def flip_last_bit(file: Path) -> None:
@@ -198,12 +198,12 @@ def test_damage_that_another_rank_sees_is_damage_for_all(two, monkeypatch):
     monkeypatch.setattr("common.ranks.distributed.world_size", lambda: 2)
     monkeypatch.setattr("common.ranks.distributed.gather_objects", lambda mine: [mine, heard.pop(0)])
     heard = ["model has changed", None]
-    assert newest_whole([found, older], []) is older and not heard
+    assert newest_intact([found, older], []) is older and not heard
 
 
 def test_another_runs_checkpoint_is_an_error_and_no_damage(two):
     found, _ = find_checkpoints(two)
-    with pytest.raises(ValueError, match="step-000002 is not of this run: critic: 'critic'"):
+    with pytest.raises(ValueError, match="step-000002 does not belong to this run: critic: 'critic'"):
         load_newest(found, {"critic": SimplePart()})
 
 

@@ -273,7 +273,7 @@ def test_check_sources_tells_all_problems_at_once(tmp_path, write_rows, options)
         False,
     ]
     (problem,) = check_sources(options(good, 2, data_split="1,0,1"))
-    assert "--data_split 1,0,1 leaves no rows to step 2" in problem
+    assert "--data_split 1,0,1 leaves no rows for step 2" in problem
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.parquet"])

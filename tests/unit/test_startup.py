@@ -169,7 +169,7 @@ def test_who_tells_the_problems(monkeypatch, capsys, rank, local_rank, by_all, i
     problems = Problems()
     problems.add("something")
     with pytest.raises(SystemExit):
-        problems.exit_if_any(is_told_by_all=by_all)
+        problems.exit_if_any(on_every_rank=by_all)
     assert ("something" in capsys.readouterr().err) == is_told
 
 
