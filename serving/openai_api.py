@@ -98,8 +98,8 @@ class _Request(_Fields):
         """Sampling options; missing fields have the server's defaults. Raises RejectedRequest."""
         limit = self.max_answer_tokens(default.max_new_tokens)
         if limit > default.max_new_tokens:
-            most = f"this server's --max_new_tokens {default.max_new_tokens}"
-            raise RejectedRequest(400, f"{limit} tokens are more than {most}", "max_tokens")
+            server_limit = f"this server's --max_new_tokens {default.max_new_tokens}"
+            raise RejectedRequest(400, f"{limit} tokens are more than {server_limit}", "max_tokens")
         given = self.model_dump(include={"temperature", "top_p", "seed"}, exclude_none=True)
         return dataclasses.replace(
             default, max_new_tokens=limit, stop=tuple(self.stop), num_answers=self.n, **given
@@ -123,9 +123,9 @@ class ChatRequest(_Request):
     @classmethod
     def _check_roles(cls, messages: list[_Message]) -> list[_Message]:
         if not messages or messages[-1].role != "user":
-            raise ValueError("the last message must be of the user")
+            raise ValueError("the last message must be from the user")
         if any(message.role == "system" for message in messages[1:]):
-            raise ValueError("only the first message may be of the system")
+            raise ValueError("only the first message may have role system")
         return messages
 
     @property
@@ -283,8 +283,8 @@ def _respond(request: ChatRequest | CompletionRequest, model: Answerer, sampling
         it.
         """
         answers: list[Answer] = []
-        for place, ids in enumerate(prompts):
-            first = place * request.n
+        for prompt_number, ids in enumerate(prompts):
+            first = prompt_number * request.n
             answers += model.respond(
                 ids,
                 sampling,

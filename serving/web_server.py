@@ -117,20 +117,20 @@ def build_app(max_request_bytes: int) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, max_body_size=max_request_bytes)
 
     @app.exception_handler(RequestValidationError)
-    def refuse_body(request: Request, error: RequestValidationError) -> Response:
+    def reject_body(request: Request, error: RequestValidationError) -> Response:
         """Name the first wrong field; the library's own response repeats the whole request."""
         wrong = error.errors()[0]
         # Fields and indices only; pydantic's type names among them are not part of the request.
-        place = [part for part in map(str, wrong["loc"]) if part.isalnum() or part.isidentifier()]
+        location = [part for part in map(str, wrong["loc"]) if part.isalnum() or part.isidentifier()]
         value = "" if wrong["type"] == "missing" else f" {shortened(repr(wrong['input']))}"
-        detail = f"{'.'.join(place)}{value}: {wrong['msg'].removeprefix('Value error, ')}"
+        detail = f"{'.'.join(location)}{value}: {wrong['msg'].removeprefix('Value error, ')}"
         path = request.url.path
         status = 400 if path.startswith("/v1/") else 422
         code = _OPENAI_CODES.get(wrong["type"], "invalid_value")
-        return error_response(RejectedRequest(status, detail, ".".join(place[1:]) or None, code), path)
+        return error_response(RejectedRequest(status, detail, ".".join(location[1:]) or None, code), path)
 
     @app.exception_handler(HTTPException)
-    def refuse(request: Request, error: HTTPException) -> Response:
+    def reject(request: Request, error: HTTPException) -> Response:
         path = request.url.path
         if error.status_code == 413 and not isinstance(error, RejectedRequest):
             error = _too_large(max_request_bytes)
@@ -180,8 +180,8 @@ class Guard:
         if scope["type"] == "http":
             try:
                 self._check(scope["path"], Headers(scope=scope))
-            except RejectedRequest as refused:
-                app = error_response(refused, scope["path"])
+            except RejectedRequest as rejection:
+                app = error_response(rejection, scope["path"])
         await app(scope, receive, send_with_headers)
 
     def _check(self, path: str, headers: Headers) -> None:

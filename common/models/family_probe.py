@@ -54,7 +54,7 @@ def _measure(config: PreTrainedConfig, auto_class: Any, trusts_code: bool) -> Fa
     if not is_policy and not is_known:
         return FamilyProbe(f"{name} has no classifier in transformers, which reward models and critics are")
     if is_known and config.is_encoder_decoder:
-        return FamilyProbe(f"{name} has an encoder and a decoder; give a model of a decoder alone")
+        return FamilyProbe(f"{name} has an encoder and a decoder; give a decoder-only model")
     try:
         model, rows = small_model(auto_class, config, trusts_code)
         weights = [parameter.detach().clone() for parameter in model.parameters()]

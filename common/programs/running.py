@@ -15,7 +15,7 @@ from common.runs.run import Stopped
 from common.runs.run_files import STOPPED
 
 
-def _leave_at_once(*_: Any) -> None:
+def _exit_at_once(*_: Any) -> None:
     """End the process; a KeyboardInterrupt would be lost inside a destructor or a C++ callback.
 
     Waits for nothing: other threads and ranks may be inside a collective.
@@ -35,7 +35,7 @@ def run_program(program: Callable[[], None]) -> None:
     quiet_libraries()
     watchdog.print_progress_lines()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # unless a shell ignores it
-        signal.signal(signal.SIGINT, _leave_at_once)
+        signal.signal(signal.SIGINT, _exit_at_once)
     code, cause = 0, None
     try:
         program()
