@@ -1,6 +1,6 @@
 """Trainer of step 2 on pairs: a reward model with a ranking loss, or under --loss dpo or ipo a policy.
 
-# N pairs; a pass holds each pair's chosen answer, then its rejected one
+# N pairs; a pass holds each pair's chosen response, then its rejected one
 """
 
 from collections.abc import Callable, Iterable, Sequence

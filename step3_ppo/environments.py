@@ -7,7 +7,7 @@
             return row["messages"]
 
         def step(self, messages: list[dict]) -> tuple[list[dict], float, bool]:
-            return [{"role": "user", "content": "Again."}], 1.0, False  # reply, reward, is it over
+            return [{"role": "user", "content": "Again."}], 1.0, False  # reply, reward, is_over
 
 Each conversation has its own object of the class. `row` has the fields of the data set's row, among them
 `messages`, the chat of its prompt; `step` gets all messages so far, the model's last reply at the end. The
@@ -120,8 +120,8 @@ class Environments:
         fields = map(json.loads, prompts.texts("row_fields"))
         chats = map(json.loads, prompts.texts("messages"))
         own = (prompts.texts(ROW_IDS), prompts.texts("prompt_texts"), prompts.sequences("prompt_ids"))
-        for of_row, chat, row_id, text, ids in zip(fields, chats, *own, strict=True):
-            row = of_row | {"messages": chat}
+        for row_fields, chat, row_id, text, ids in zip(fields, chats, *own, strict=True):
+            row = row_fields | {"messages": chat}
             token_ids = ids.tolist()
             group = [self._begin(row, row_id) for _ in range(num_samples)]
             messages = next((c.messages for c in group if not math.isnan(c.score)), chat)
@@ -130,7 +130,7 @@ class Environments:
                     self._fail(conversation, "reset returned different messages within the group")
             if messages != chat:
                 try:
-                    token_ids, text = self._show(messages, of_row.get("tools") or "")
+                    token_ids, text = self._show(messages, row_fields.get("tools") or "")
                 except BadRow as error:
                     for conversation in group:
                         self._fail(conversation, f"reset returned messages that cannot be shown: {error}")
@@ -165,7 +165,7 @@ class Environments:
         if math.isnan(conversation.score):
             return None
         reply = self.decode(token_ids[conversation.num_known :])
-        reply = reply if self.template.is_to_the_letter else reply.strip()
+        reply = reply if self.template.is_verbatim else reply.strip()
         conversation.messages = [*conversation.messages, {"role": "assistant", "content": reply}]
         try:
             result = self._call("step", conversation.environment.step, copy.deepcopy(conversation.messages))
@@ -182,13 +182,13 @@ class Environments:
             if is_over or conversation.num_turns == self.max_turns:
                 return None
             messages = self._checked_chat("step", messages)
-            said = self.template.continue_ids(list(map(Message.from_dict, messages)))
+            reply_ids = self.template.continue_ids(list(map(Message.from_dict, messages)))
         except (ConversationFailed, BadRow) as error:
             self._fail(conversation, str(error))
             return None
         conversation.messages += messages
-        conversation.num_known = len(token_ids) + len(said)
-        return said
+        conversation.num_known = len(token_ids) + len(reply_ids)
+        return reply_ids
 
     def _show(self, messages: Chat, tools: str | list) -> tuple[list[int], str]:
         """Token ids of a prompt, truncated like a row's, and its whole text; `tools` are the row's."""

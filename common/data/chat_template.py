@@ -223,8 +223,8 @@ class ChatTemplate(Template):
     def _turn(self, message: Message) -> dict[str, Any]:
         """A message as the template expects it: a turn of a row unchanged, other texts stripped."""
         content = self._without_eot(message.content) if message.role == "assistant" else message.content
-        is_to_the_letter = isinstance(message, Turn)
-        turn = message.as_dict() | {"content": content if is_to_the_letter else content.strip()}
+        is_verbatim = isinstance(message, Turn)
+        turn = message.as_dict() | {"content": content if is_verbatim else content.strip()}
         if self._thought_key and "reasoning_content" in turn:
             turn[self._thought_key] = turn.pop("reasoning_content")
         return turn
