@@ -24,7 +24,7 @@ ANSWER, MISMATCHED = SIDES = ("answer", "mismatched")
 class MismatchedRows(Dataset):
     """Labelled responses, each with `mismatched_ids`: its prompt, and a response to another prompt.
 
-    The order of the rows determines which response; it is not random, and the same in every epoch.
+    The order of the rows determines the response, which is therefore the same in every epoch.
     """
 
     def __init__(self, rows: Any, max_tokens: int) -> None:

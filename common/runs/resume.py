@@ -79,11 +79,11 @@ def resolve_dtype(args: Any) -> list[str]:
 
     def choose() -> str:
         before = resumed_dtype(args)
-        return f"{before}, as in the resumed run" if before else "{}: {}".format(*faster_dtype())
+        return f"{before}: as in the resumed run" if before else "{}: {}".format(*faster_dtype())
 
-    said = distributed.text_of_first_rank("dtype", choose)
-    args.dtype = said.partition(":")[0]
-    return [f"--dtype auto is {said}"]
+    resolved = distributed.text_of_first_rank("dtype", choose)
+    args.dtype = resolved.partition(":")[0]
+    return [f"--dtype auto is {resolved}"]
 
 
 def resumed_dtype(args: Any) -> str:

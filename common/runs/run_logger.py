@@ -77,7 +77,7 @@ class RunLogger(Stateful):
     """Logging of a program's metrics; part of a checkpoint, because it records the length of its files.
 
     `columns` are the metrics of the console line, in order; metrics.jsonl has all metrics. Call `open`
-    before the first metric, after `load` in a resumed run. A full disk does not end a run: it keeps the lines.
+    before the first metric, after `load` in a resumed run. A full disk does not end the run.
     """
 
     def __init__(self, args: RunArguments, columns: Sequence[str], num_steps: int) -> None:
