@@ -14,7 +14,7 @@ from simple_parts import make_parts
 from common.flags.args import Problems, parse_args
 from common.flags.other_names import IGNORED
 from common.runs.checkpoints import save_checkpoint
-from common.runs.resume import EarlierRun, compare_flags, find_run, resumed_dtype
+from common.runs.resume import EarlierRun, compare_flags, find_run, resolve_dtype, resumed_dtype
 from step1_sft.arguments import SFTArguments
 from step2_reward.arguments import RewardArguments
 from step3_ppo.arguments import PPOArguments
@@ -291,6 +291,8 @@ def test_a_resumed_run_keeps_the_precision_that_auto_was(run, tmp_path):
     told = flags_of("") | {"resolved_dtype": "bf16"}
     save_checkpoint(run, "step-000003", make_parts(3), told, 0)
     assert resumed_dtype(parse(f"--output_dir {run} --dtype auto")) == "bf16"
+    args = parse(f"--output_dir {run} --dtype auto")
+    assert "bf16" in resolve_dtype(args)[0] and args.dtype == "bf16"
     assert resumed_dtype(parse(f"--resume {run}/checkpoints/step-000002 --dtype auto")) == "fp32"
     assert resumed_dtype(parse(f"--output_dir {run} --resume overwrite --dtype auto")) == ""
     begun = leave_run(tmp_path / "begun", steps=())
