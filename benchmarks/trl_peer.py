@@ -204,28 +204,28 @@ class Supervised(NamedTuple):
     names: dict[str, str] = {}  # of our columns in TRL's data, if it tokenises text
 
 
-UNCUT = {"max_length": None}
+NO_TRUNCATION = {"max_length": None}
 SUPERVISED = {
     "sft": Supervised(trl.SFTTrainer, trl.SFTConfig, sft_columns, {"completion_only_loss": True}),
     "reward": Supervised(
         trl.RewardTrainer,
         trl.RewardConfig,
         pair_columns,
-        UNCUT | {"remove_unused_columns": False},
+        NO_TRUNCATION | {"remove_unused_columns": False},
         model="reward",
     ),
     "dpo": Supervised(  # reference log-probabilities are computed before training
         trl.DPOTrainer,
         trl.DPOConfig,
         dpo_columns,
-        UNCUT | {"remove_unused_columns": False, "precompute_ref_log_probs": True},
+        NO_TRUNCATION | {"remove_unused_columns": False, "precompute_ref_log_probs": True},
         names={side: side for side in SIDES},
     ),
     "kto": Supervised(
         trl.KTOTrainer,
         trl.KTOConfig,
         kto_columns,
-        UNCUT | {"precompute_ref_log_probs": True},
+        NO_TRUNCATION | {"precompute_ref_log_probs": True},
         names={"answer_ids": "completion_ids"},
     ),
 }
@@ -281,7 +281,7 @@ def check_tokens(rows: list[Row], trainer: Any, kind: Supervised) -> None:
     for row, kept in zip(rows if kind.names else (), trainer.train_dataset, strict=bool(kind.names)):
         for column, name in kind.names.items():
             if kept["prompt_ids"] + kept[name] != row[column]:
-                raise ValueError(f"TRL has other tokens of row {row['row_id']}")
+                raise ValueError(f"TRL has different tokens for row {row['row_id']}")
 
 
 # ---- PPO and GRPO -----------------------------------------------------------------------------------------

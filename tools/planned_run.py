@@ -23,7 +23,7 @@ from common.generation.generate import DEFAULT_SLOTS
 from common.generation.resharding import Route, TPLayout, group_by_layers, plan_weight
 from common.generation.tp_plans import Cut, NoPlan, build_cuts
 from common.models.attention import backbone_of, takes_own_kernels
-from common.models.four_bit import refusals
+from common.models.four_bit import incompatible_flags
 from common.models.loading import DTYPES, plain_model
 from common.models.lora import LoraOptions, build_lora, linear_module_names, trained_weights
 from common.models.model_flops import DEVICES
@@ -148,7 +148,7 @@ def plan_switch(
 
 Models = dict[str, PlannedModel]  # by role, without adapters
 
-HERE = "here"
+THIS_MACHINE = "here"
 WITHOUT_BF16 = ("cpu", "t4-16g")  # devices whose default precision is fp32
 
 
@@ -158,12 +158,12 @@ class PlanArguments(StageArguments):
 
     gpu: str = flag(
         "h100-80g",
-        "kind of device; here: that of this machine, and what cannot be planned stops nobody",
-        choices=(*DEVICES, HERE),
+        "kind of device; here: that of this machine, and a run that cannot be planned starts anyway",
+        choices=(*DEVICES, THIS_MACHINE),
     )
-    num_gpus: int = flag(1, "GPUs, or CPU processes, of each machine", low=1)
+    num_gpus: int = flag(1, "GPUs, or CPU processes, per machine", low=1)
     num_nodes: int = flag(1, "machines", low=1)
-    gpu_memory_gib: float = flag(0.0, "memory of a GPU; 0: what --gpu has", low=0)
+    gpu_memory_gib: float = flag(0.0, "memory of a GPU; 0: that of --gpu", low=0)
     cpu_memory_gib: float = flag(0.0, "CPU memory of a machine; 0: not known, so not checked", low=0)
 
 
@@ -339,8 +339,8 @@ def build_run(args: Any, models: Models, problems: Problems) -> Run | None:
         check_flags(args, args.num_gpus * args.num_nodes, args.dtype, problems)
     specs = find_specs(args, problems)
     describe_bases(args, specs, problems)
-    for refusal in refusals(args, is_planned=True):
-        problems.add(refusal)
+    for problem in incompatible_flags(args, is_planned=True):
+        problems.add(problem)
     if problems.messages:
         return None
     with problems.catch():

@@ -63,9 +63,9 @@ def test_stops_and_goes_on(tiny, tmp_path, launcher, number, whole_group):
     assert read_lock(output)["exit_code"] == STOPPED
     text = log.read_text()
     assert f"{number.name}: saving, then exiting" in text or "SIGTERM: saving, then exiting" in text
-    (found, *_), doubts = find_checkpoints(output)
+    (found, *_), damages = find_checkpoints(output)
     num_steps = found.meta["numbers"]["progress"]["step"]
-    assert num_steps == len(read_curve(output, "sft/loss")) >= 3 and not doubts
+    assert num_steps == len(read_curve(output, "sft/loss")) >= 3 and not damages
     more = flags | {"max_train_steps": num_steps + 2}
     done = run(LAUNCHERS[launcher]("step1_sft/main.py", *as_flags(more)))
     assert f"resumes from {found.folder}" in done.stdout

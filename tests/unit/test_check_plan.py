@@ -119,7 +119,7 @@ def test_dpo_is_a_policy_on_two_sequences_a_pair(run_plan):
     ("gib", "code", "words"),
     [
         (40.0, 0, ("(pretended), bf16", "\nleft of 40 ", "\nfits: at the peak")),
-        (16.0, 2, ("\ndoes not fit", "\nchange: --", "error: step 1 was not started; make the change, or")),
+        (16.0, 2, ("\ndoes not fit", "\nchange: --", "error: step 1 was not started; apply the change, or")),
     ],
 )
 def test_a_step_that_does_not_fit_the_gpu_that_is_there_is_not_started(
@@ -189,4 +189,4 @@ def test_a_card_without_bf16_is_planned_in_fp32_and_offered_fp16(run_plan):
 
 def test_nothing_helps_a_model_that_is_too_large(run_plan):
     code, printed = run_plan(1, "--gpu_memory_gib", "2.1")
-    assert code == 1 and "no flags together make it fit: take more GPUs" in printed
+    assert code == 1 and "no combination of flags makes it fit: use more GPUs" in printed

@@ -197,7 +197,7 @@ def test_chat_template_problems_name_the_cure(make_tokenizer):
         build_template("chat", make_tokenizer())
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT_JINJA.replace("{{ eos_token }}", "<|im_end|>")
-    with pytest.raises(ValueError, match=r"ends a turn by '<\|im_end\|>'.*pass that token by --eot_token"):
+    with pytest.raises(ValueError, match=r"ends a turn with '<\|im_end\|>'.*pass that token as --eot_token"):
         build_template("chat", tokenizer)
     tokenizer.chat_template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + (CHAT_JINJA)

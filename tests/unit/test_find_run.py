@@ -14,7 +14,7 @@ from simple_parts import make_parts
 from common.flags.args import Problems, parse_args
 from common.flags.other_names import IGNORED
 from common.runs.checkpoints import save_checkpoint
-from common.runs.resume import EarlierRun, compare_flags, find_run, resumed_dtype
+from common.runs.resume import EarlierRun, compare_flags, find_run, resolve_dtype, resumed_dtype
 from step1_sft.arguments import SFTArguments
 from step2_reward.arguments import RewardArguments
 from step3_ppo.arguments import PPOArguments
@@ -85,7 +85,7 @@ def test_a_damaged_one_is_noted_and_the_one_before_it_taken(run):
     earlier, problems = find(f"--output_dir {run}")
     assert names(earlier) == ["step-000001"] and not problems
     assert (
-        "step-000002: meta.json is not a checkpoint of this program, or is incomplete; it is passed over"
+        "step-000002: meta.json is not a checkpoint of this program, or is incomplete; it is skipped"
         in earlier.notes[0]
     )
 
@@ -103,7 +103,7 @@ def test_a_run_that_had_saved_nothing_begins_anew_and_says_so(tmp_path):
     run = leave_run(tmp_path / "run", steps=())
     earlier, problems = find(f"--output_dir {run}")
     assert not names(earlier) and not problems
-    assert earlier.notes == [f"the run in {run} had saved no checkpoint yet: it starts over"]
+    assert earlier.notes == [f"the run in {run} has no checkpoint yet: it starts over"]
 
 
 def test_a_finished_run_has_nothing_left_to_do_unless_it_is_to_be_longer(tmp_path):
@@ -159,7 +159,7 @@ def test_an_export_that_is_not_whole_is_written_again(damage, tmp_path):
     damage(run / "export")
     earlier, problems = find(f"--output_dir {run}")
     assert not earlier.finished and names(earlier)[0] == "step-000002" and not problems
-    assert f"{run}/export" in earlier.notes[0] and "it is written again" in earlier.notes[0]
+    assert f"{run}/export" in earlier.notes[0] and "it will be written again" in earlier.notes[0]
     shutil.rmtree(run / "checkpoints")
     _, (problem,) = find(f"--output_dir {run}")
     assert "No checkpoint" in problem and f"{run}/export" in problem
@@ -291,6 +291,8 @@ def test_a_resumed_run_keeps_the_precision_that_auto_was(run, tmp_path):
     told = flags_of("") | {"resolved_dtype": "bf16"}
     save_checkpoint(run, "step-000003", make_parts(3), told, 0)
     assert resumed_dtype(parse(f"--output_dir {run} --dtype auto")) == "bf16"
+    args = parse(f"--output_dir {run} --dtype auto")
+    assert "bf16" in resolve_dtype(args)[0] and args.dtype == "bf16"
     assert resumed_dtype(parse(f"--resume {run}/checkpoints/step-000002 --dtype auto")) == "fp32"
     assert resumed_dtype(parse(f"--output_dir {run} --resume overwrite --dtype auto")) == ""
     begun = leave_run(tmp_path / "begun", steps=())

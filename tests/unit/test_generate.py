@@ -194,7 +194,7 @@ _LLAMA4 |= {
     ("config", "words"),
     [
         (tiny_config("gpt_neo", 64), "local layers see 8 tokens"),
-        (Llama4TextConfig(**_LLAMA4, floor_scale=9), "layers without rotary positions scale nothing for 8"),
+        (Llama4TextConfig(**_LLAMA4, floor_scale=9), "layers without rotary positions are unscaled for 8"),
     ],
     ids=["gpt_neo", "llama4"],
 )
@@ -270,7 +270,7 @@ def test_rounded_shapes_and_late_looks_change_no_text(family, num_slots, tiny_mo
     generator = Generator(model, num_slots=num_slots, max_length=300)
     expected = generator.generate(PromptBatch(ids, mask, torch.arange(4)), chosen)
     step = generator._step
-    step._graphs, step.passes_per_look = PlainPasses(model), 4
+    step._graphs, step.passes_per_check = PlainPasses(model), 4
     found = generator.generate(PromptBatch(ids, mask, torch.arange(4)), chosen)
     assert generator._step is step
     assert {(num_slots, 128)} <= step._graphs.graphs.keys() <= {(n, 128) for n in (1, 2, num_slots)}

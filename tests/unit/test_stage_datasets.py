@@ -273,7 +273,7 @@ def test_check_sources_tells_all_problems_at_once(tmp_path, write_rows, options)
         False,
     ]
     (problem,) = check_sources(options(good, 2, data_split="1,0,1"))
-    assert "--data_split 1,0,1 leaves nothing to step 2" in problem
+    assert "--data_split 1,0,1 leaves no rows for step 2" in problem
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.parquet"])
@@ -316,12 +316,12 @@ def test_a_dry_run_reads_the_first_rows_and_shows_one(tiny_tokenizer, write_rows
 
 
 def test_a_person_sees_what_is_being_done(write_rows, build, monkeypatch, capfd):
-    monkeypatch.setattr(watchdog, "_told", None)
+    monkeypatch.setattr(watchdog, "_printed_phases", None)
     path = write_rows(answers(3))
     with watchdog.phase("the loading of the model"):
         assert capfd.readouterr().err == "", "a program asks for it"
-    watchdog.tell_phases()
-    monkeypatch.setattr(stage_datasets, "TELL_SECONDS", 0.0)
+    watchdog.print_progress_lines()
+    monkeypatch.setattr(stage_datasets, "PROGRESS_SECONDS", 0.0)
     for step in (1, 2):
         with watchdog.phase("the preparation of the data", step), watchdog.phase("something inside"):
             build(path, 1)
