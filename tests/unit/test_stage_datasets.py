@@ -350,9 +350,11 @@ def test_the_cache_is_reused_and_its_key_follows_what_decides_the_tokens(
         folders.add(build_data(replace(given, **{name: value}), template).report.cache_folder)
     for name, tokenizer in (("human_assistant", make_tokenizer(300)), ("plain", tiny_tokenizer)):
         folders.add(build_data(given, build_template(name, tokenizer)).report.cache_folder)
+    whole = replace(given, data_path=[], sft_only_data_path=given.data_path)  # none of it for other steps
+    folders.add(build_data(whole, template).report.cache_folder)
     write_rows(answers(21))
     folders.add(build_data(given, template).report.cache_folder)
-    assert len(folders) == 9
+    assert len(folders) == 10
 
 
 def test_pretraining_blocks(tmp_path, tiny_tokenizer, write_rows, monkeypatch):
