@@ -36,25 +36,25 @@ class ArenaArguments(SamplingArguments):
 
     models: list[str] = flag([], "the models, PATH or NAME=PATH: export/ or adapter/ folders, or hub names")
     db: str = flag(DATABASE, "SQLite file of pairs and judgements; created if missing")
-    data_path: str = flag("", "a data set (file, folder, registered name) whose prompts can be drawn")
-    host: str = flag("127.0.0.1", "address that is listened on; any but the loopback needs a token")
-    port: int = flag(8080, "its port; 0: any free one, which is printed", low=0, high=65535)
+    data_path: str = flag("", "data set (file, folder, registered name) to sample prompts from")
+    host: str = flag("127.0.0.1", "address to listen on; all but the loopback address need a token")
+    port: int = flag(8080, "port to listen on; 0: a free one, which is printed", low=0, high=65535)
     token_file: str = flag(
-        "", "file with the token that people and programs must give; empty: TRIPTYCH_TOKEN of the environment"
+        "", "file with the token that clients must send; empty: the environment variable TRIPTYCH_TOKEN"
     )
-    max_request_bytes: int = flag(2**20, "a longer request is rejected before it is read", low=1)
-    max_new_tokens: int = flag(256, "tokens of an answer at most", low=1)
+    max_request_bytes: int = flag(2**20, "reject longer requests without reading them", low=1)
+    max_new_tokens: int = flag(256, "maximum tokens of an answer", low=1)
 
 
 @dataclass
 class ExportArguments:
     """Judgements as training data."""
 
-    output: str = flag(REQUIRED, "the file of rows of prompt, chosen and rejected that is written")
+    output: str = flag(REQUIRED, "file to write, with rows of prompt, chosen and rejected")
     db: str = flag(DATABASE, "SQLite file of pairs and judgements")
     overwrite: bool = flag(False, "replace an existing file")
     labels: bool = flag(
-        False, "write a row for each answer, with a label, for step 2's --loss kto; of both bad ones too"
+        False, "write one row per answer with a label, for --loss kto of step 2; also if both answers are bad"
     )
 
 
@@ -90,7 +90,7 @@ def serve(argv: list[str]) -> None:
     is_local = bound is not None and is_loopback(bound)
     problems.add_if(
         bound is not None and not is_local and not token,
-        f"--host {args.host} lets other machines in; give --token_file, or leave --host out",
+        f"--host {args.host} accepts connections from other machines; give --token_file, or leave --host out",
     )
     prompts = None
     if args.data_path:
@@ -113,7 +113,7 @@ def serve(argv: list[str]) -> None:
     print(
         f"the arena of {', '.join(paths)} is at {address_of(bound)}/ (API: /v1); Ctrl-C ends it", flush=True
     )
-    print(f"judgements go to {args.db}", flush=True)
+    print(f"judgements are saved to {args.db}", flush=True)
     run_server(app, bound)
 
 

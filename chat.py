@@ -42,15 +42,15 @@ from serving.answering import (
 from tools.terminal import visible
 
 HELP = """\
-/reset            forget what was said (also: clear)
-/system TEXT      begin the conversation with this message; without TEXT: with none
-/temperature T    sample with this temperature; 0 takes the likeliest token
-/save FILE        write the conversation as a row of `messages`, which steps 1 and 3 take
+/reset            clear the conversation (also: clear)
+/system TEXT      set the system message; without TEXT: remove it
+/temperature T    set the sampling temperature; 0: greedy
+/save FILE        save the conversation as a row with `messages`, for steps 1 and 3
 /help             this list
 /quit             leave (also: /exit, an empty line, Ctrl-D)
-//...              a message that begins with a /
-Ctrl-C ends an answer, and leaves where none is being given."""
-LEAVE = ("/quit", "/exit")
+//...              send a message that begins with a /
+Ctrl-C stops the answer being generated; otherwise it leaves."""
+QUIT_COMMANDS = ("/quit", "/exit")
 
 
 @dataclass
@@ -58,10 +58,10 @@ class ChatArguments(SamplingArguments):
     """A conversation."""
 
     path: str = flag(REQUIRED, "the model: an export/ or adapter/ folder, or a hub name")
-    compare: str = flag("", "a second model, which responds next to the first")
-    reward: str = flag("", "a reward model (export/ of step 2) whose score of each answer is shown")
-    system: str = flag("", "a system message that every conversation begins with")
-    max_new_tokens: int = flag(128, "tokens of an answer at most", low=1)
+    compare: str = flag("", "second model, whose answers are shown beside the first's")
+    reward: str = flag("", "reward model (export/ of step 2) that scores each answer")
+    system: str = flag("", "system message of every conversation")
+    max_new_tokens: int = flag(128, "maximum tokens of an answer", low=1)
     seed: int = flag(1234, "seed of the sampling", low=-(2**32), high=2**32)
 
 
@@ -157,7 +157,7 @@ class Session:
     score: Score | None
     system: str
 
-    def whole(self, said: list[Message]) -> list[Message]:
+    def with_system(self, said: list[Message]) -> list[Message]:
         """The system message and the turns after it."""
         return [Message("system", self.system), *said] if self.system else said
 
@@ -177,10 +177,10 @@ class Session:
     def save(self, name: str) -> str:
         """Write every conversation as a line of JSON to a new file."""
         if not self.conversations[0].said:
-            return f"/save {name}: nothing was said yet"
+            return f"/save {name}: the conversation is empty"
         lines = []
         for conversation in self.conversations:
-            messages = [message.as_dict() for message in self.whole(conversation.said)]
+            messages = [message.as_dict() for message in self.with_system(conversation.said)]
             lines.append(json_line({"messages": messages, "model": conversation.name}))
         try:
             path = Path(name).expanduser()
@@ -189,7 +189,7 @@ class Session:
             write_file(path, "".join(lines))
         except (OSError, RuntimeError) as error:  # RuntimeError: no user of ~NAME
             reason = getattr(error, "strerror", error)
-            return f"/save {name}: it cannot be written ({reason}); give the name of a new file"
+            return f"/save {name}: cannot be written ({reason}); give the name of a new file"
         return f"saved to {path}"
 
     def command(self, text: str) -> str:
@@ -221,12 +221,12 @@ class Session:
                     return is_interrupted.is_set()
 
                 try:
-                    [reply] = conversation.answerer.answer(self.whole(said), on_text=tell)
+                    [reply] = conversation.answerer.answer(self.with_system(said), on_text=tell)
                 except ValueError as error:  # the chat template rejects this conversation
                     show(f"no answer: {error}\n")
                     continue
                 conversation.said = [*said, Message("assistant", reply)]
-                show(f"\n{self.score(self.whole(conversation.said))}\n" if self.score else "\n")
+                show(f"\n{self.score(self.with_system(conversation.said))}\n" if self.score else "\n")
                 if is_interrupted.is_set():
                     return
 
@@ -298,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             text = input("you> " if is_terminal else "").strip()
         except EOFError:
             text = ""
-        if not text or text in LEAVE:
+        if not text or text in QUIT_COMMANDS:
             return
         if text == "clear" or (text.startswith("/") and not text.startswith("//")):
             print(session.command(text), flush=True, file=sys.stdout if is_terminal else sys.stderr)

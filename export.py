@@ -24,7 +24,7 @@ from common.models.loading import plain_model
 from common.models.policy_model import language_model
 from common.models.value_model import ValueModel
 from common.programs import conversation_form, model_checks, running, startup, training_loop
-from common.runs.checkpoints import Checkpoint, find_checkpoints, newest_whole
+from common.runs.checkpoints import Checkpoint, find_checkpoints, newest_intact
 from common.runs.export import save_adapter, save_export
 from common.runs.resume import program_of
 from common.runs.saved_state import TensorReader
@@ -152,9 +152,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         leading="checkpoint",
     )
     problems.exit_if_any()
-    checkpoints, doubts = find_checkpoints(Path(args.checkpoint))
-    checkpoint = newest_whole(checkpoints, doubts)
-    problems.add_if(checkpoint is None, f"{args.checkpoint}: {'; '.join(doubts) or 'it has no checkpoint'}")
+    checkpoints, damages = find_checkpoints(Path(args.checkpoint))
+    checkpoint = newest_intact(checkpoints, damages)
+    problems.add_if(checkpoint is None, f"{args.checkpoint}: {'; '.join(damages) or 'it has no checkpoint'}")
     problems.exit_if_any()
     flags = read_flags(checkpoint)
     trained = "actor" if isinstance(flags, PPOArguments) else "model"

@@ -277,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             code = STOPPED if was_asked else code
             outcome = "was stopped" if code == STOPPED else f"ended with exit code {code}"
             log = step_folder(args, step) / "train.log"
-            then = "mend what its message names, then give" if code == BAD_INPUT else "resume it by"
+            then = "fix the problem in its message, then rerun" if code == BAD_INPUT else "to resume, rerun"
             print(f"step {step} {outcome}; its output is in {log}; {then} the same command", file=sys.stderr)
             raise SystemExit(code)
     if not args.dry_run:

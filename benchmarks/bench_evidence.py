@@ -31,9 +31,9 @@ def main() -> None:
     """Measure, plot, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=NAMES)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes; nothing is kept")
-    parser.add_argument("--data_path", nargs="+", default=[], help="of rewards: files of pairs")
-    trl_help = "of peers: the Pythons of make_peer_env.sh trl-1.16 and, for PPO, trl-1.12"
+    parser.add_argument("--quick", action="store_true", help="tiny sizes; nothing is saved")
+    parser.add_argument("--data_path", nargs="+", default=[], help="for rewards: files of preference pairs")
+    trl_help = "for peers: interpreters of make_peer_env.sh trl-1.16 and, for PPO, trl-1.12"
     parser.add_argument("--trl_python", nargs="+", default=[], help=trl_help)
     args = parser.parse_args()
     if args.name == "peers":

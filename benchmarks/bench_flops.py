@@ -68,7 +68,7 @@ Groups = list[list[Read]]  # sequences that may share a prefix
 def _cpu_attention(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
     num_keys = key[2]
     if num_keys > KEYS_AT_ONCE:
-        raise NotImplementedError(f"{num_keys} keys: blocks that are left out would have to be counted")
+        raise NotImplementedError(f"{num_keys} keys: skipped blocks would have to be counted")
     return 2 * query[0] * query[1] * query[2] * num_keys * (query[3] + value[3])
 
 
@@ -164,7 +164,7 @@ def phase_row(
     factor = 3 if is_trained else 1
     needed = sum(factor * forward_flops(config, Work.of(groups), head_rows) for groups in passes)
     if done < needed:
-        raise RuntimeError(f"{done} FLOPs were counted, and {needed} are needed: products were not seen")
+        raise RuntimeError(f"{done} FLOPs were counted, but {needed} are needed: some products were missed")
     return {"done": done, "needed": needed}
 
 

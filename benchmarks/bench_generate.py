@@ -143,7 +143,7 @@ def time_continuous_batching(model: Any, work: Workload, num_slots: int) -> floa
                 manager.add_request(ids, max_new_tokens=length)
             results = [len(manager.get_result().generated_tokens) for _ in requests]
             if sorted(results) != sorted(length for _, length in requests):
-                raise AssertionError("responses of other lengths than were asked for")
+                raise AssertionError("response lengths differ from those requested")
 
         run(requests[:1])
         return timed(run, requests)
@@ -156,7 +156,7 @@ def run_ours(generator: Generator, work: Workload) -> None:
     batch = PromptBatch(work.prompt_ids, work.prompt_mask, sample_ids, work.lengths)
     results = generator.generate(batch, options)
     if not results.response_mask.sum(1).equal(work.lengths):
-        raise AssertionError("responses of other lengths than were asked for")
+        raise AssertionError("response lengths differ from those requested")
 
 
 def deepspeed_rollout(model: Any, work: Workload) -> Callable[[], None]:

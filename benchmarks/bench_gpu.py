@@ -7,9 +7,10 @@ python benchmarks/bench_gpu.py [--quick]
           CUDA graphs and launch by launch; and the lower bound, which is the time to read weights, keys and
           values at the copy bandwidth of this device, measured in the same run. (DeepSpeed's pull request
           8271 has 5.2 ms eagerly and 2.8 ms with graphs, on an H100 at batch 8.)
-  ppo     seconds of a whole PPO step: 16 such prompts and responses, a critic and a reward model of
-          OPT-350M's size; with LoRA if full training does not fit by the memory plan
-  memory  the peak of that step, measured and planned by `tools.plan`
+  ppo     seconds of a whole PPO step of such prompts and responses, by phase, with a critic and a reward
+          model of OPT-350M's size: the cases of PPO_CASES that fit by the memory plan, else LoRA. (The same
+          pull request has 0.504 s with 8 prompts.)
+  memory  the peak of each case, measured and planned by `tools.plan`
 
 With --quick the models are tiny, and a CPU is enough. The last line is a JSON object; its `ratio` is the
 lower bound over the time of a token step at batch 1.
@@ -26,13 +27,14 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # repository root, wh
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from benchmarks.bench_ppo_step import NUM_PROMPTS, our_step
+from benchmarks.bench_ppo_step import our_step
 from benchmarks.measuring import (
     begin,
     copy_bandwidth,
     plan_run,
     print_rates,
     print_result,
+    print_table,
     take_turns,
     timed,
 )
@@ -50,6 +52,14 @@ BATCH_SIZES = (1, 8, 16, 32)
 PROMPT_TOKENS = 256
 NEW_TOKENS = 128
 COPIED_BYTES = 2**30
+CHECKPOINTING = {"actor_gradient_checkpointing": True, "critic_gradient_checkpointing": True}
+PPO_CASES: dict[str, dict[str, Any]] = {
+    "8 prompts, one pass": {"num_prompts": 8, "per_device_training_batch_size": 8},
+    "16 prompts, one pass": {"num_prompts": 16, "per_device_training_batch_size": 16},
+    "16 prompts, 4 passes, checkpointing": CHECKPOINTING
+    | {"num_prompts": 16, "per_device_training_batch_size": 4, "gradient_accumulation_steps": 4},
+}
+LORA = {"16 prompts, 4 passes, LoRA": list(PPO_CASES.values())[-1] | {"actor_lora_dim": 64}}
 TINY = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_hidden_layers": 2}
 TINY |= {"num_attention_heads": 4, "vocab_size": VOCABULARY}
 GIB = 2**30
@@ -117,22 +127,17 @@ def run_decode(args: Any) -> dict[str, Any]:
     return results
 
 
-def ppo_flags(folder: str, *, is_quick: bool, with_lora: bool) -> dict[str, Any]:
+def ppo_flags(folder: str, case: dict[str, Any], *, is_quick: bool) -> dict[str, Any]:
     """The flags of step 3 for the models in a folder."""
     num_tokens = NEW_TOKENS
     if is_quick:
         num_tokens //= 8
-    return {
+    return case | {
         "actor_model_name_or_path": f"{folder}/actor",
         "critic_model_name_or_path": f"{folder}/critic",
         "max_prompt_seq_len": 2 * num_tokens,
         "max_answer_seq_len": num_tokens,
-        "per_device_training_batch_size": NUM_PROMPTS // 4,
-        "gradient_accumulation_steps": 4,
         "ppo_epochs": 1,
-        "actor_lora_dim": 64 if with_lora else 0,
-        "actor_gradient_checkpointing": True,
-        "critic_gradient_checkpointing": True,
     }
 
 
@@ -142,16 +147,45 @@ def plan(flags: dict[str, Any]) -> MemoryPlan:
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(distributed.device()).total_memory
         machine = {"gpu": "h100-80g", "gpu_memory_gib": memory / GIB}
-    step = {"stage": 3, "enable_hybrid_engine": True, "per_device_generation_batch_size": NUM_PROMPTS}
-    return MemoryPlan(plan_run(flags | step | machine))
+    given = {name: value for name, value in flags.items() if name != "num_prompts"}
+    step = {
+        "stage": 3,
+        "enable_hybrid_engine": True,
+        "per_device_generation_batch_size": flags["num_prompts"],
+    }
+    return MemoryPlan(plan_run(given | step | machine))
 
 
-def run_ppo(args: Any) -> dict[str, Any]:
-    """Seconds of a PPO step, and its measured and planned peaks of device memory in GiB."""
-    gc.collect()  # frees the decoders' models
+def run_case(flags: dict[str, Any], num_runs: int) -> dict[str, Any]:
+    """Seconds of a PPO step, those of its phases, and its measured and planned peaks of memory in GiB."""
+    gc.collect()  # frees earlier models
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+    generator = torch.Generator().manual_seed(1)
+    size = (64, flags["max_prompt_seq_len"])
+    rows = torch.randint(FIRST_ID, VOCABULARY, size, generator=generator).tolist()
+    prompts = [{"row_id": str(i), "input_ids": ids} for i, ids in enumerate(rows)]
+    step = our_step(prompts, flags["critic_model_name_or_path"], **flags)
+    metrics: dict[str, Any] = {}
+    rates = take_turns({"ours": lambda: timed(lambda: metrics.update(step()))}, num_runs)
+    peak = plan(flags).peak
+    planned = sum(value for (_, what), value in peak.gpu.items() if what != "reserved")
+    results = rates["ours"] | {"planned_gib": round(planned / GIB, 2)}
+    if torch.cuda.is_available():
+        results["peak_gib"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
+    results["mfu"] = round(metrics["perf/mfu"], 4)
+    results["logprob_gap"] = round(metrics["policy/logprob_gap"], 5)
+    results["phases"] = {
+        name.removeprefix("perf/").removesuffix("_seconds"): round(value, 4)
+        for name, value in metrics.items()
+        if name.startswith("perf/") and name.endswith("_seconds")
+    }
+    return results
+
+
+def run_ppo(args: Any) -> dict[str, Any]:
+    """The results of each case that fits this device, or of LoRA if none does."""
     with tempfile.TemporaryDirectory() as folder:
         for name, size, kind in (
             ("actor", "1.3b", AutoModelForCausalLM),
@@ -159,22 +193,16 @@ def run_ppo(args: Any) -> dict[str, Any]:
         ):
             build_opt(size, kind, is_quick=args.quick).save_pretrained(Path(folder, name))
             build_tokenizer().save_pretrained(Path(folder, name))
-        flags = ppo_flags(folder, is_quick=args.quick, with_lora=False)
-        if not plan(flags).fits:
-            flags = ppo_flags(folder, is_quick=args.quick, with_lora=True)
-        peak = plan(flags).peak
-        generator = torch.Generator().manual_seed(1)
-        prompt = (64, flags["max_prompt_seq_len"])
-        rows = torch.randint(FIRST_ID, VOCABULARY, prompt, generator=generator).tolist()
-        prompts = [{"row_id": str(i), "input_ids": ids} for i, ids in enumerate(rows)]
-        step = our_step(prompts, flags["critic_model_name_or_path"], **flags)
-        rates = take_turns({"ours": lambda: timed(step)}, args.runs)
-    print_rates(f"a PPO step{', LoRA' if flags['actor_lora_dim'] else ''}", rates, "ours", "seconds")
-    results = {"rates": rates, "lora_dim": flags["actor_lora_dim"]}
-    results["planned_gib"] = round(sum(v for (_, what), v in peak.gpu.items() if what != "reserved") / GIB, 2)
-    if torch.cuda.is_available():
-        results["peak_gib"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
-        print(f"peak memory: {results['peak_gib']} GiB, planned {results['planned_gib']}")
+        cases = {name: ppo_flags(folder, case, is_quick=args.quick) for name, case in PPO_CASES.items()}
+        fitting = {name: flags for name, flags in cases.items() if plan(flags).fits}
+        if not fitting:
+            fitting = {name: ppo_flags(folder, case, is_quick=args.quick) for name, case in LORA.items()}
+        results = {name: run_case(flags, args.runs) for name, flags in fitting.items()}
+    print("\na PPO step, seconds")
+    columns = ("median", "low", "high", "peak_gib", "planned_gib", "mfu")
+    print_table([{"case": name} | {c: of.get(c, "") for c in columns} for name, of in results.items()])
+    print("its phases, seconds")
+    print_table([{"case": name} | of["phases"] for name, of in results.items()])
     return results
 
 

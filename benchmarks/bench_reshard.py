@@ -140,7 +140,7 @@ def check_slices(received: Iterable[tuple[str, TrainedWeight]], expected: dict[s
     """Raise RuntimeError unless both ways give the same slices."""
     for name, weight in received:
         if not torch.equal(weight.parameter, expected[name]):
-            raise RuntimeError(f"{name}: the slice is not that of the whole weight")
+            raise RuntimeError(f"{name}: the slice differs from that of the whole weight")
 
 
 def run_rank(engine: Any, num_runs: int) -> list[dict[str, Any]]:

@@ -4,9 +4,10 @@
 python benchmarks/bench_train.py --trl_python DIR/bin/python [--quick]
 
 DIR is made by `bash benchmarks/make_peer_env.sh trl-1.16 DIR`. Every way trains the same random Llama (4
-layers, hidden 256, vocabulary 8192, fp32) on the same rows with the lengths of a chat data set (workload.py),
-16 rows per optimizer step, with AdamW, clipping and a loss on response tokens only; one turn is one pass over
-the rows, and all take turns in one run. Padding is not counted as tokens.
+layers, hidden 256, vocabulary 8192, fp32; on a GPU SmolLM2-135M's shape in bf16) on the same rows with the
+lengths of a chat data set (workload.py), 16 rows per optimizer step, with AdamW, clipping and a loss on
+response tokens only; one turn is one pass over the rows, and all take turns in one run. Padding is not
+counted as tokens.
 
   sft     ours padded and packed; TRL's SFTTrainer padded (16 rows at once, and one by one with accumulation),
           padding_free, and packed (best fit decreasing)
@@ -138,7 +139,7 @@ def our_pass(section: str, rows: list[dict[str, Any]], folder: str, **options: A
 
 def run_section(section: str, args: argparse.Namespace, num_rows: int) -> dict[str, Any]:
     """The rates of a section, and ours over TRL's best, or over our padded way without TRL."""
-    sizes = workload.TINY if args.quick else {}
+    sizes, dtype = workload.sizes_here(is_quick=args.quick)
     build_rows = workload.sft_rows if section == "sft" else workload.pair_rows
     rows = build_rows(num_rows, seed=1)
     num_tokens = sum(len(row[key]) for row in rows for key in COLUMNS[section])
@@ -150,16 +151,16 @@ def run_section(section: str, args: argparse.Namespace, num_rows: int) -> dict[s
         models = workload.save_models(folder, 0, **sizes)
         model = models["reward" if section == "reward" else "policy"]
         for name, is_packed in (("ours, padded", False), ("ours, packed", True)):
-            run = our_pass(section, rows, model, is_packed=is_packed)
+            run = our_pass(section, rows, model, is_packed=is_packed, dtype=dtype)
             ways[name] = lambda name=name, run=run: num_tokens / shares.timed(name, run)
         for name, way in TRL_WAYS[section].items() if args.trl_python else ():
-            peer = Peer(args.trl_python, task=section, rows=str(rows_file), models=folder, **way)
+            peer = Peer(args.trl_python, task=section, rows=str(rows_file), models=folder, dtype=dtype, **way)
             stack.enter_context(peer)
             ways[name] = lambda peer=peer: num_tokens / peer.go()["seconds"]
         rates = take_turns(ways, args.runs)
     title = f"{section}: {num_rows} rows, {num_tokens} tokens a pass, {ROWS_PER_STEP} rows a step"
     ratio = print_rates(title, rates, "trl" if args.trl_python else "ours, padded")
-    return {"rates": rates, "ratio": ratio} | shares.facts()
+    return {"rates": rates, "ratio": ratio} | shares.facts(dtype)
 
 
 def labels_only_ratios(sections: dict[str, dict[str, Any]]) -> dict[str, float]:
@@ -178,6 +179,7 @@ def main() -> None:
     num_rows = ROWS_PER_STEP if args.quick else 160
     sections = {section: run_section(section, args, num_rows) for section in TRL_WAYS}
     rates = sections["sft"]["rates"]
+    sizes, dtype = workload.sizes_here(is_quick=args.quick)
     ratios = {section: facts["ratio"] for section, facts in sections.items()} | labels_only_ratios(sections)
     print_result(
         "train",
@@ -185,7 +187,7 @@ def main() -> None:
         best(rates, "trl"),
         ratios=ratios if args.trl_python else None,
         runs=args.runs,
-        model=f"random Llama, {workload.size_of(**(workload.TINY if args.quick else {}))}",
+        model=f"random Llama, {workload.size_of(dtype, **sizes)}",
         sections=sections,
     )
 

@@ -52,12 +52,12 @@ def read_args(
 
     startup.quiet_libraries()
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, one round; TRL may be left out")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, one round; TRL is optional")
     if num_runs:
         rounds_help = f"measured rounds (0: {num_runs}; 1 with --quick)"
         parser.add_argument("--runs", type=int, default=0, help=rounds_help)
     if peer_environment or algorithms:
-        parser.add_argument("--trl_python", default="", help="interpreter of that environment")
+        parser.add_argument("--trl_python", default="", help="Python interpreter of TRL's environment")
     if algorithms:
         parser.add_argument("--algorithm", choices=list(algorithms), default=next(iter(algorithms)))
     args = parser.parse_args()
@@ -66,7 +66,7 @@ def read_args(
     if peer_environment:
         cure = f"bash benchmarks/make_peer_env.sh {peer_environment} DIR, then --trl_python DIR/bin/python"
         if args.trl_python and not os.access(args.trl_python, os.X_OK):
-            parser.exit(2, f"error: --trl_python: {args.trl_python} is no interpreter; {cure}\n")
+            parser.exit(2, f"error: --trl_python: {args.trl_python} is not an interpreter; {cure}\n")
         if not args.trl_python and not args.quick:
             parser.exit(2, f"error: --trl_python is not given; {cure}\n")
         if not args.trl_python:
@@ -132,7 +132,7 @@ class Peer:
     def _read(self) -> dict[str, Any]:
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the peer ended with status {self.process.wait()}; what it said stands above")
+            raise RuntimeError(f"the peer exited with status {self.process.wait()}; its output is above")
         return json.loads(line)
 
 
@@ -295,8 +295,8 @@ def describe_machine() -> dict[str, Any]:
     cpu = re.search(r"^model name\s+: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     libraries = ("torch", "transformers", "deepspeed", "flash-attn")
-    known = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
-    versions = [f"{library} {known[library]}" for library in libraries if library in known]
+    known = {d.metadata["Name"] for d in importlib.metadata.distributions()}
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in libraries if name in known]
     has_gpu = torch.cuda.is_available()
     return {
         "commit": done.stdout.strip() or "?",

@@ -43,10 +43,10 @@ def start_ranks(work: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
         max_restarts=0,
         start_method="spawn" if torch.cuda.device_count() else "fork",  # a fork imports nothing again
     )
-    return elastic_launch(config, _be_rank)(work, *args)[0]
+    return elastic_launch(config, _as_rank)(work, *args)[0]
 
 
-def _be_rank(work: Callable[..., Any], *args: Any) -> Any:
+def _as_rank(work: Callable[..., Any], *args: Any) -> Any:
     startup.quiet_libraries()
     torch.set_num_threads(1)  # a fork lacks the parent's other threads and would wait for them
     distributed.start()

@@ -14,7 +14,8 @@ training, the last message is `history`: the trainer's log.
                 model, one optimizer step of all responses. It reports the same as ppo
 With `length`, sft and reward train a short step that allocates the optimizer's moments, then the measured
 one, and report `peak_bytes` first: gradients, activations, logits; no weights, no moments.
-Attention is torch's (sdpa): FlashAttention needs a GPU, and flex_attention has no backward pass on a CPU.
+Attention is torch's (sdpa): FlashAttention needs a GPU and a build of its own, and flex_attention has no
+backward pass on a CPU. Where there is a GPU it trains there.
 """
 
 import json
@@ -54,6 +55,7 @@ class Task:
     batch_size: int = 16
     accumulation: int = 1
     labels_only: bool = False  # see `score_labels_only`
+    dtype: str = "fp32"  # bf16: of products, with fp32 weights
     max_new_tokens: int = 64
     num_samples: int = 8  # per prompt, for `grpo`
     scores_tokens: bool = False  # for `grpo`: the reward model also reads the response's EOS
@@ -74,8 +76,8 @@ def training_options(task: Task, output_dir: str) -> dict[str, Any]:
         "adam_beta2": 0.95,
         "weight_decay": 0.0,
         "gradient_checkpointing": False,
-        "bf16": False,
-        "use_cpu": True,
+        "bf16": task.dtype == "bf16",
+        "use_cpu": not torch.cuda.is_available(),
         "seed": 0,
         "save_strategy": "no",
         "eval_strategy": "no",
@@ -202,28 +204,28 @@ class Supervised(NamedTuple):
     names: dict[str, str] = {}  # of our columns in TRL's data, if it tokenises text
 
 
-UNCUT = {"max_length": None}
+NO_TRUNCATION = {"max_length": None}
 SUPERVISED = {
     "sft": Supervised(trl.SFTTrainer, trl.SFTConfig, sft_columns, {"completion_only_loss": True}),
     "reward": Supervised(
         trl.RewardTrainer,
         trl.RewardConfig,
         pair_columns,
-        UNCUT | {"remove_unused_columns": False},
+        NO_TRUNCATION | {"remove_unused_columns": False},
         model="reward",
     ),
     "dpo": Supervised(  # reference log-probabilities are computed before training
         trl.DPOTrainer,
         trl.DPOConfig,
         dpo_columns,
-        UNCUT | {"remove_unused_columns": False, "precompute_ref_log_probs": True},
+        NO_TRUNCATION | {"remove_unused_columns": False, "precompute_ref_log_probs": True},
         names={side: side for side in SIDES},
     ),
     "kto": Supervised(
         trl.KTOTrainer,
         trl.KTOConfig,
         kto_columns,
-        UNCUT | {"precompute_ref_log_probs": True},
+        NO_TRUNCATION | {"precompute_ref_log_probs": True},
         names={"answer_ids": "completion_ids"},
     ),
 }
@@ -279,7 +281,7 @@ def check_tokens(rows: list[Row], trainer: Any, kind: Supervised) -> None:
     for row, kept in zip(rows if kind.names else (), trainer.train_dataset, strict=bool(kind.names)):
         for column, name in kind.names.items():
             if kept["prompt_ids"] + kept[name] != row[column]:
-                raise ValueError(f"TRL has other tokens of row {row['row_id']}")
+                raise ValueError(f"TRL has different tokens for row {row['row_id']}")
 
 
 # ---- PPO and GRPO -----------------------------------------------------------------------------------------

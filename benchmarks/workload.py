@@ -50,6 +50,9 @@ EOS_PROBABILITY = 1 / 33  # cut at 64 tokens: mean 28, 14 % reach the cut
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY |= {"num_key_value_heads": 4}  # --quick only shows that a benchmark runs
+# Shape of SmolLM2-135M but for its vocabulary: on a GPU the small model would measure launches alone.
+SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+SMOLLM2 |= {"num_attention_heads": 9, "num_key_value_heads": 3}
 
 
 def small_llama_config(**changes: Any) -> LlamaConfig:
@@ -60,11 +63,18 @@ def small_llama_config(**changes: Any) -> LlamaConfig:
     return LlamaConfig(**(options | {"max_position_embeddings": 2048, "dtype": "float32"} | changes))
 
 
-def size_of(**changes: Any) -> str:
+def sizes_here(*, is_quick: bool) -> tuple[dict[str, int], str]:
+    """Changes of `small_llama_config` for this device, and the precision to train in."""
+    if torch.cuda.is_available():
+        return {} if is_quick else SMOLLM2, "bf16"
+    return TINY if is_quick else {}, "fp32"
+
+
+def size_of(dtype: str = "fp32", **changes: Any) -> str:
     """Size of `small_llama_config` with these changes, as printed in the benchmarks' last lines."""
     config = small_llama_config(**changes)
     size = f"{config.num_hidden_layers} layers, hidden {config.hidden_size}"
-    return f"{size}, vocabulary {config.vocab_size}, fp32"
+    return f"{size}, vocabulary {config.vocab_size}, {dtype}"
 
 
 def sft_rows(n: int, seed: int) -> list[dict[str, Any]]:

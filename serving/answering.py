@@ -43,7 +43,7 @@ from serving.text_stream import Answer, TextStream
 
 _MIN_PROMPT_TOKENS = 8  # reserved for the prompt, whatever the response limit
 _ENDLESS_POSITIONS = 4096  # for a model without a limit (ALiBi); enough for a terminal
-_MOST_CHARACTERS = 32  # maximum mean per token; a longer text is rejected before it is tokenised
+_MAX_CHARACTERS = 32  # maximum mean per token; a longer text is rejected before it is tokenised
 _SAMPLE_ID_BITS = 48
 _POSITIONS_AT_A_TIME = 128  # whose logits are in memory at once
 _device_lock = threading.Lock()  # the device computes for one request at a time, over all models
@@ -53,9 +53,11 @@ _device_lock = threading.Lock()  # the device computes for one request at a time
 class AnsweringArguments(TokenizerArguments, DecodeArguments):
     """The form and precision in which a model responds."""
 
-    template: str = flag("", "dialogue form; empty: what the model was trained with", choices=TEMPLATE_NAMES)
+    template: str = flag(
+        "", "conversation template; empty: that of the model's training", choices=TEMPLATE_NAMES
+    )
     dtype: str = flag(
-        "", "weights and activations; empty: bf16 on a GPU that has it, else fp32", choices=tuple(DTYPES)
+        "", "weights and activations; empty: bf16 on a GPU that supports it, else fp32", choices=tuple(DTYPES)
     )
 
 
@@ -63,7 +65,7 @@ class AnsweringArguments(TokenizerArguments, DecodeArguments):
 class SamplingArguments(AnsweringArguments):
     """Sampling flags."""
 
-    temperature: float = flag(0.7, "sampling temperature; 0 takes the likeliest token", low=0)
+    temperature: float = flag(0.7, "sampling temperature; 0: greedy", low=0)
     top_k: int = flag(0, "sample from the k likeliest tokens only; 0: all", low=0)
     top_p: float = flag(0.95, "sample from the smallest set of tokens with this probability", above=0, high=1)
 
@@ -212,11 +214,11 @@ class Answerer:
 
     def _check_characters(self, texts: Sequence[str]) -> None:
         """Raise ValueError if texts have too many characters to fit, each with the marks of a turn."""
-        num_characters = sum(len(text) + _MOST_CHARACTERS for text in texts)
-        if num_characters > (most := _MOST_CHARACTERS * (self.max_length + 1)):
+        num_characters = sum(len(text) + _MAX_CHARACTERS for text in texts)
+        if num_characters > (most := _MAX_CHARACTERS * (self.max_length + 1)):
             raise ValueError(
                 f"the prompt has {num_characters} characters, but prompt and answer together may have "
-                f"{self.max_length} tokens, some {most} characters; shorten it"
+                f"{self.max_length} tokens, about {most} characters; shorten it"
             )
 
     def why_too_long(self, prompt_ids: list[int]) -> str:
@@ -305,7 +307,7 @@ def load_template(
     model_checks.check_family(flag_name, config, args, problems, is_ranker=is_ranker)
     probe = functools.partial(why_not_generated, config, trusts_code=args.trust_remote_code)
     if not is_ranker and len(problems.messages) == num_problems and (reason := probe()):
-        works = f"ask it by transformers' own `generate`: `transformers chat {path}`"
+        works = f"use transformers' own `generate`: `transformers chat {path}`"
         cure = "give a model of another family" if probe(by_transformers=True) else works
         problems.add(f"{flag_name} {path}: {reason}; {cure}")
     tokenizer = model_checks.check_tokenizer(flag_name, path, args, problems)

@@ -20,7 +20,7 @@ from common.runs.durable_files import json_line
 from serving.answering import Answerer, Sampling
 from serving.judgement_store import JudgementStore, Pair, win_rates
 from serving.openai_api import add_openai_routes
-from serving.web_server import Emit, Guard, Refused, build_app, stream_from_thread
+from serving.web_server import Emit, Guard, RejectedRequest, build_app, stream_from_thread
 
 _PAGE = Path(__file__).with_name("page")
 _OPEN_PATHS = ("/", *(f"/{path.name}" for path in _PAGE.iterdir()))
@@ -46,7 +46,7 @@ class Judgement:
 
 @dataclass
 class BlindPairs:
-    """Prompts models in pairs; stores their responses and people's judgements. Methods raise Refused."""
+    """Prompts models in pairs; stores responses and judgements. Methods raise RejectedRequest."""
 
     models: Mapping[str, Answerer]  # by name
     store: JudgementStore
@@ -61,20 +61,20 @@ class BlindPairs:
         """A new pair, without responses yet."""
         if asked.draw:
             if self.prompts is None:
-                raise Refused(
-                    422, "the server was started without --data_path, so there are no prompts to draw"
+                raise RejectedRequest(
+                    422, "the server was started without --data_path, so there are no prompts to sample"
                 )
             with self._prompts_lock:
                 prompt, source = next(self.prompts)
             return self._create(prompt, source, self._choose_models())
         if not asked.text:
-            raise Refused(422, "the prompt is empty; write something")
+            raise RejectedRequest(422, "the prompt is empty; write something")
         said = Message("user", asked.text)
         if not asked.follows:
             return self._create([said], "typed", self._choose_models())
         before = self.store.get(asked.follows)
         if before.choice not in ("a", "b", "tie"):
-            raise Refused(422, "only a preferred answer can be followed up; start a new conversation")
+            raise RejectedRequest(422, "only a preferred answer can be continued; start a new conversation")
         answer = before.answer_b if before.choice == "b" else before.answer_a  # A's response after a tie
         prompt = [*before.prompt, Message("assistant", answer or ""), said]
         return self._create(prompt, "follow-up", [before.model_a, before.model_b])
@@ -82,7 +82,9 @@ class BlindPairs:
     def _choose_models(self) -> list[str]:
         """Two of the models that have met least often."""
         if len(self.models) < 2:
-            raise Refused(422, "the server has one model only, which cannot be compared; start it with two")
+            raise RejectedRequest(
+                422, "the server has one model only, which cannot be compared; start it with two"
+            )
         met = self.store.num_answered_by_models()
         pairs = list(itertools.combinations(self.models, 2))
         least = min(met[frozenset(pair)] for pair in pairs)
@@ -92,13 +94,13 @@ class BlindPairs:
         self.generator.shuffle(names)
         for name in names:
             if name not in self.models:
-                raise Refused(422, f"{name} is not served any more; begin a new conversation")
+                raise RejectedRequest(422, f"{name} is no longer served; begin a new conversation")
             try:
                 reason = self.models[name].why_too_long(self.models[name].encode(prompt))
             except ValueError as error:
                 reason = str(error)
             if reason:  # without the name: another prompt for the same two may follow
-                raise Refused(422, f"one of the models cannot be asked: {reason}")
+                raise RejectedRequest(422, f"one of the models cannot answer: {reason}")
         return self.store.add_pair(prompt, source, *names, asdict(self.sampling))
 
     # ---- responses

@@ -18,7 +18,7 @@ from typing import Any
 from common.data.example import Message
 from common.models.tensor_ops import wilson_interval
 from common.runs.durable_files import json_line, write_file
-from serving.web_server import Refused
+from serving.web_server import RejectedRequest
 
 _APPLICATION_ID = 0x54524950  # "TRIP": identifies an arena's file
 _VERSION = 1
@@ -81,7 +81,7 @@ class Pair:
 class JudgementStore:
     """The file of an arena, shared by threads and by other processes.
 
-    Every statement is a separate transaction. All methods raise Refused if the file cannot be used.
+    Every statement is a separate transaction. All methods raise RejectedRequest if the file cannot be used.
     """
 
     def __init__(self, path: Path) -> None:
@@ -120,7 +120,7 @@ class JudgementStore:
                 return self._connection.execute(statement, values).fetchall()
             except sqlite3.Error as error:
                 message = f"{self.path}: nothing was written ({error}); make room and try again"
-                raise Refused(507, message) from error
+                raise RejectedRequest(507, message) from error
 
     def add_pair(
         self, prompt: Sequence[Message], source: str, model_a: str, model_b: str, sampling: dict
@@ -142,19 +142,21 @@ class JudgementStore:
     def judge(self, pair_id: str, choice: str) -> Pair:
         """Store a judgement ("a", "b", "tie", "both_bad"), unless there is one; return the judged pair."""
         if not self.get(pair_id).is_answered:
-            raise Refused(409, "one of its answers is missing, ask again")
+            raise RejectedRequest(409, "one of its answers is missing; ask again")
         statement = "INSERT INTO judgements VALUES (?, ?, ?) ON CONFLICT (pair_id) DO NOTHING"
         self._run(statement, pair_id, choice, _now())
         pair = self.get(pair_id)
         if pair.choice != choice:
-            raise Refused(409, f"it was judged {pair.choice!r} before, which stays")
+            raise RejectedRequest(409, f"it was already judged {pair.choice!r}; that judgement is kept")
         return pair
 
     def get(self, pair_id: str) -> Pair:
-        """A pair. Raises Refused if there is none."""
+        """A pair. Raises RejectedRequest if there is none."""
         rows = self._run(f"{_SELECT} WHERE id = ?", pair_id)
         if not rows:
-            raise Refused(404, "there is no such pair in the database; was the server given another --db?")
+            raise RejectedRequest(
+                404, "there is no such pair in the database; was the server given another --db?"
+            )
         return _pair(rows[0])
 
     def judged(self) -> list[Pair]:
@@ -212,7 +214,7 @@ def export_pairs(store: JudgementStore, target: Path, *, as_labels: bool = False
     counts: Counter[str] = Counter()
     lines = []
     for pair in store.judged():
-        reason = _why_left_out(pair, as_labels)
+        reason = _exclusion_reason(pair, as_labels)
         counts[reason or "written"] += 1
         if reason:
             continue
@@ -235,7 +237,7 @@ def export_pairs(store: JudgementStore, target: Path, *, as_labels: bool = False
     return counts
 
 
-def _why_left_out(pair: Pair, as_labels: bool) -> str:
+def _exclusion_reason(pair: Pair, as_labels: bool) -> str:
     """Why a judged pair is not exported; "" if it is."""
     texts = {(pair.answer_a or "").strip(), (pair.answer_b or "").strip()}
     if pair.choice == "tie":

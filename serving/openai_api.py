@@ -20,7 +20,7 @@ from starlette.concurrency import run_in_threadpool
 from common.data.example import Message
 from serving.answering import Answerer, Sampling, TextCallback, TokenScore
 from serving.text_stream import Answer
-from serving.web_server import Emit, Refused, error_body, server_error, stream_from_thread
+from serving.web_server import Emit, RejectedRequest, error_body, server_error, stream_from_thread
 
 MAX_ANSWERS = 16
 MAX_STOPS = 4
@@ -31,7 +31,7 @@ MAX_WAITING = 16  # requests that occupy one of the 40 threads; others wait with
 # Fields that identify the client, or configure tool calls.
 _IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 # Values, besides 0 and empty ones, with which an unsupported field has no effect.
-_NOTHING = ("none", "auto", "default", {"type": "text"}, ["text"])
+_NEUTRAL_VALUES = ("none", "auto", "default", {"type": "text"}, ["text"])
 
 # ---- requests
 
@@ -43,12 +43,12 @@ class _Fields(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_what_asks_for_nothing(cls, fields: Any) -> Any:
+    def _drop_neutral_fields(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
         own = {field.alias or name for name, field in cls.model_fields.items()}
         asks = {name: value for name, value in fields.items() if value is not None and name not in _IGNORED}
-        return {n: v for n, v in asks.items() if n in own or (v and v not in _NOTHING)}
+        return {n: v for n, v in asks.items() if n in own or (v and v not in _NEUTRAL_VALUES)}
 
 
 class _Part(_Fields):
@@ -87,19 +87,19 @@ class _Request(_Fields):
     stream_options: _StreamOptions = _StreamOptions()
 
     @model_validator(mode="after")
-    def _check_what_goes_together(self) -> "_Request":
+    def _check_combinations(self) -> "_Request":
         if self.num_logprobs is not None and self.stream or self.echo and self.stream:
             raise ValueError("logprobs and echo are not supported together with stream")
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens: 0 leaves nothing to answer without echo: true")
+            raise ValueError("max_tokens: 0 needs echo: true")
         return self
 
     def sampling(self, default: Sampling) -> Sampling:
-        """Sampling options of the responses; missing fields have the server's defaults. Raises Refused."""
+        """Sampling options; missing fields have the server's defaults. Raises RejectedRequest."""
         limit = self.max_answer_tokens(default.max_new_tokens)
         if limit > default.max_new_tokens:
-            most = f"this server's --max_new_tokens {default.max_new_tokens}"
-            raise Refused(400, f"{limit} tokens are more than {most}", "max_tokens")
+            server_limit = f"this server's --max_new_tokens {default.max_new_tokens}"
+            raise RejectedRequest(400, f"{limit} tokens are more than {server_limit}", "max_tokens")
         given = self.model_dump(include={"temperature", "top_p", "seed"}, exclude_none=True)
         return dataclasses.replace(
             default, max_new_tokens=limit, stop=tuple(self.stop), num_answers=self.n, **given
@@ -123,9 +123,9 @@ class ChatRequest(_Request):
     @classmethod
     def _check_roles(cls, messages: list[_Message]) -> list[_Message]:
         if not messages or messages[-1].role != "user":
-            raise ValueError("they must end with one of the user, who is answered")
+            raise ValueError("the last message must be from the user")
         if any(message.role == "system" for message in messages[1:]):
-            raise ValueError("only the first may be of the system")
+            raise ValueError("only the first message may have role system")
         return messages
 
     @property
@@ -158,7 +158,7 @@ class ChatRequest(_Request):
         """A complete response."""
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def piece(self, text: str, is_first: bool) -> dict[str, Any]:
+    def chunk(self, text: str, is_first: bool) -> dict[str, Any]:
         """A chunk of a streamed response."""
         return {"delta": ({"role": "assistant"} if is_first else {}) | {"content": text}}
 
@@ -208,7 +208,7 @@ class CompletionRequest(_Request):
         """A complete response."""
         return {"text": text}
 
-    def piece(self, text: str, is_first: bool) -> dict[str, Any]:
+    def chunk(self, text: str, is_first: bool) -> dict[str, Any]:
         """A chunk of a streamed response."""
         return {"text": text, "logprobs": None}
 
@@ -229,8 +229,8 @@ def add_openai_routes(app: FastAPI, models: Mapping[str, Answerer], default: Sam
     def describe(name: str) -> dict[str, Any]:
         """Describe a served model."""
         if name not in models:
-            detail = f"there is no model {name!r} here, only {', '.join(models)}"
-            raise Refused(404, detail, "model", "model_not_found")
+            detail = f"unknown model {name!r}; this server has {', '.join(models)}"
+            raise RejectedRequest(404, detail, "model", "model_not_found")
         return {"id": name, "object": "model", "created": created, "owned_by": "triptych"}
 
     @app.get("/v1/models")
@@ -257,23 +257,23 @@ def add_openai_routes(app: FastAPI, models: Mapping[str, Answerer], default: Sam
 
 
 def _encode(model: Answerer, request: ChatRequest | CompletionRequest) -> list[list[int]]:
-    """Token ids of the prompts. Raises Refused."""
+    """Token ids of the prompts. Raises RejectedRequest."""
     param = request.prompt_field
     try:
         prompts = request.encode(model)
     except ValueError as error:
-        raise Refused(400, str(error), param, "invalid_value") from error
+        raise RejectedRequest(400, str(error), param, "invalid_value") from error
     for ids in prompts:
         if ids and max(ids) >= model.num_token_ids:
-            detail = f"prompt: the model has {len(model.tokenizer)} tokens, none is {max(ids)}"
-            raise Refused(400, detail, param)
+            detail = f"prompt: the model has {len(model.tokenizer)} tokens, and {max(ids)} is not one of them"
+            raise RejectedRequest(400, detail, param)
         if reason := model.why_too_long(ids) if ids else "the prompt has no token":
-            raise Refused(400, reason, param, "context_length_exceeded")
+            raise RejectedRequest(400, reason, param, "context_length_exceeded")
     return prompts
 
 
 def _respond(request: ChatRequest | CompletionRequest, model: Answerer, sampling: Sampling) -> Response:
-    """HTTP response with all responses of the model, complete or streamed. Raises Refused."""
+    """HTTP response with all responses of the model, complete or streamed. Raises RejectedRequest."""
     prompts = _encode(model, request)
     kind = request.chunk_kind if request.stream else request.kind
     head = {"id": uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": request.model}
@@ -283,8 +283,8 @@ def _respond(request: ChatRequest | CompletionRequest, model: Answerer, sampling
         it.
         """
         answers: list[Answer] = []
-        for place, ids in enumerate(prompts):
-            first = place * request.n
+        for prompt_number, ids in enumerate(prompts):
+            first = prompt_number * request.n
             answers += model.respond(
                 ids,
                 sampling,
@@ -298,7 +298,7 @@ def _respond(request: ChatRequest | CompletionRequest, model: Answerer, sampling
         begun = set()
 
         def show(index: int, text: str, finish: str | None = None) -> bool:
-            choice = {"index": index, "finish_reason": finish} | request.piece(text, index not in begun)
+            choice = {"index": index, "finish_reason": finish} | request.chunk(text, index not in begun)
             begun.add(index)
             emit(_event(head | {"choices": [choice]}))
             return is_gone.is_set()

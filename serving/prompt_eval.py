@@ -47,16 +47,16 @@ QUESTIONS = {
 class PromptEvalArguments(AnsweringArguments):
     """Two or three models, some prompts."""
 
-    model_name_or_path_baseline: str = flag(REQUIRED, "the model before: a folder or a hub name")
-    model_name_or_path_finetune: str = flag(REQUIRED, "the model after: an export/ folder")
-    model_name_or_path_rlhf: str = flag("", "the model after step 3: an export/ folder; empty: two models")
-    plugins: list[str] = flag([], "modules to import first: the data sets that they register can be named")
-    data_path: str = flag("", "a data set whose first prompts are asked; empty: built-in questions")
-    num_prompts: int = flag(6, "prompts asked at most", low=1)
+    model_name_or_path_baseline: str = flag(REQUIRED, "baseline model: a folder or a hub name")
+    model_name_or_path_finetune: str = flag(REQUIRED, "fine-tuned model: an export/ folder")
+    model_name_or_path_rlhf: str = flag("", "model of step 3: an export/ folder; empty: compare only two")
+    plugins: list[str] = flag([], "Python modules to import first, to register data sets")
+    data_path: str = flag("", "data set whose first prompts are used; empty: built-in questions")
+    num_prompts: int = flag(6, "maximum number of prompts", low=1)
     language: str = flag("English", "language of the built-in questions", choices=tuple(QUESTIONS))
-    max_new_tokens: int = flag(100, "tokens of an answer at most", low=1)
-    num_return_sequences: int = flag(1, "answers a prompt; more than one are sampled", low=1)
-    top_k: int = flag(4, "samples come from the k likeliest tokens; 0: all", low=0)
+    max_new_tokens: int = flag(100, "maximum tokens of an answer", low=1)
+    num_return_sequences: int = flag(1, "answers per prompt; 1: greedy, more: sampled", low=1)
+    top_k: int = flag(4, "sample from the k likeliest tokens only; 0: all", low=0)
     seed: int = flag(1234, "seed of the sampling", low=-(2**32), high=2**32)
 
 

@@ -30,7 +30,7 @@ from common.programs import conversation_form, model_checks, running, startup
 from common.programs.conversation_form import closing_of
 from common.programs.reward_scorer import RewardScorer, load_frozen_value_model
 from common.runs.export import read_metadata
-from serving.web_server import Guard, Refused, address_of, bind, build_app, is_loopback, run_server
+from serving.web_server import Guard, RejectedRequest, address_of, bind, build_app, is_loopback, run_server
 
 ACCURACY = ("accuracy", "accuracy_low", "accuracy_high", "pairs")  # on held-out pairs, from triptych.json
 
@@ -40,22 +40,22 @@ class ServeArguments(TokenizerArguments):
     """A served reward model."""
 
     model_name_or_path: str = flag(REQUIRED, "reward model: the export/ folder of step 2, or a hub name")
-    host: str = flag("127.0.0.1", "address that is listened on; 0.0.0.0: every one, for other machines")
-    port: int = flag(8000, "its port; 0: any free one, which is printed", low=0, high=65535)
+    host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0: all addresses, for other machines")
+    port: int = flag(8000, "port to listen on; 0: a free one, which is printed", low=0, high=65535)
     token_file: str = flag(
-        "", "file with the token that every request must carry; empty: TRIPTYCH_TOKEN of the environment"
+        "", "file with the token that clients must send; empty: the environment variable TRIPTYCH_TOKEN"
     )
-    max_request_bytes: int = flag(16 * 2**20, "a longer request is rejected before it is read", low=1)
-    max_request_rows: int = flag(1024, "prompts and responses in a request at most", low=1)
-    max_text_characters: int = flag(200_000, "of a prompt or a response at most", low=1)
-    batch_size: int = flag(32, "sequences in a forward pass", low=1)
+    max_request_bytes: int = flag(16 * 2**20, "reject longer requests without reading them", low=1)
+    max_request_rows: int = flag(1024, "maximum rows of a request", low=1)
+    max_text_characters: int = flag(200_000, "maximum characters of a prompt or a response", low=1)
+    batch_size: int = flag(32, "sequences per forward pass", low=1)
     max_seq_len: int = flag(
         0,
-        "tokens of prompt and response at most; a longer prompt loses its beginning; 0: the model's limit",
+        "maximum tokens of prompt and response; longer prompts lose their beginning; 0: the model's limit",
         low=0,
     )
     dtype: str = flag(
-        "", "weights and activations; empty: bf16 on a GPU that has it, else fp32", choices=tuple(DTYPES)
+        "", "weights and activations; empty: bf16 on a GPU that supports it, else fp32", choices=tuple(DTYPES)
     )
 
 
@@ -78,17 +78,19 @@ def create_app(scorer: RewardScorer, args: ServeArguments, *, token: str = "") -
         num_rows = len(body.prompts)
         if num_rows != len(body.responses):
             counts = f"{num_rows} prompts but {len(body.responses)} responses"
-            raise Refused(422, f"{counts}; send one prompt for each response")
+            raise RejectedRequest(422, f"{counts}; send one prompt for each response")
         if num_rows > args.max_request_rows:
             limit = f"--max_request_rows {args.max_request_rows}"
-            raise Refused(413, f"{num_rows} rows are more than {limit}; send smaller batches")
+            raise RejectedRequest(413, f"{num_rows} rows are more than {limit}; send smaller batches")
         longest = max(map(len, body.prompts + body.responses), default=0)
         if longest > args.max_text_characters:
             limit = f"--max_text_characters {args.max_text_characters}"
-            raise Refused(413, f"a text has {longest} characters, more than {limit}; send shorter ones")
+            raise RejectedRequest(
+                413, f"a text has {longest} characters, more than {limit}; send shorter ones"
+            )
         scores = scorer.score(body.prompts, body.responses)
         if not all(map(math.isfinite, scores)):  # not representable in JSON
-            raise Refused(500, "a score is not finite; serve the model with --dtype fp32")
+            raise RejectedRequest(500, "a score is not finite; serve the model with --dtype fp32")
         return {"scores": scores}
 
     @app.get("/health")

@@ -74,7 +74,7 @@ def run_server(app: Callable, bound: socket.socket) -> None:
 # ---- errors
 
 
-class Refused(HTTPException):
+class RejectedRequest(HTTPException):
     """A rejected request: HTTP status, problem and cure.
 
     `param` names the field and `code` is OpenAI's error code, for clients of its protocol.
@@ -89,7 +89,7 @@ class Refused(HTTPException):
         return self.detail
 
 
-def error_body(error: Refused, path: str) -> dict[str, Any]:
+def error_body(error: RejectedRequest, path: str) -> dict[str, Any]:
     """Body of an error: `{"detail": ...}`, or OpenAI's form if the path belongs to its API."""
     detail = error.detail.encode(errors="backslashreplace").decode()  # lone surrogates in a request
     if not f"{path}/".startswith("/v1/"):
@@ -98,15 +98,15 @@ def error_body(error: Refused, path: str) -> dict[str, Any]:
     return {"error": {"message": detail, "type": kind, "param": error.param, "code": error.code}}
 
 
-def error_response(error: Refused, path: str) -> JSONResponse:
+def error_response(error: RejectedRequest, path: str) -> JSONResponse:
     """Response of an error to a request for `path`."""
     headers = {"www-authenticate": "Bearer"} if error.status_code == 401 else None
     return JSONResponse(error_body(error, path), error.status_code, headers)
 
 
-def server_error(error: Exception) -> Refused:
+def server_error(error: Exception) -> RejectedRequest:
     """Error response for a failure of the device or of a library."""
-    return Refused(500, first_line(error))
+    return RejectedRequest(500, first_line(error))
 
 
 def build_app(max_request_bytes: int) -> FastAPI:
@@ -117,25 +117,25 @@ def build_app(max_request_bytes: int) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, max_body_size=max_request_bytes)
 
     @app.exception_handler(RequestValidationError)
-    def refuse_body(request: Request, error: RequestValidationError) -> Response:
+    def reject_body(request: Request, error: RequestValidationError) -> Response:
         """Name the first wrong field; the library's own response repeats the whole request."""
         wrong = error.errors()[0]
         # Fields and indices only; pydantic's type names among them are not part of the request.
-        place = [part for part in map(str, wrong["loc"]) if part.isalnum() or part.isidentifier()]
+        location = [part for part in map(str, wrong["loc"]) if part.isalnum() or part.isidentifier()]
         value = "" if wrong["type"] == "missing" else f" {shortened(repr(wrong['input']))}"
-        detail = f"{'.'.join(place)}{value}: {wrong['msg'].removeprefix('Value error, ')}"
+        detail = f"{'.'.join(location)}{value}: {wrong['msg'].removeprefix('Value error, ')}"
         path = request.url.path
         status = 400 if path.startswith("/v1/") else 422
         code = _OPENAI_CODES.get(wrong["type"], "invalid_value")
-        return error_response(Refused(status, detail, ".".join(place[1:]) or None, code), path)
+        return error_response(RejectedRequest(status, detail, ".".join(location[1:]) or None, code), path)
 
     @app.exception_handler(HTTPException)
-    def refuse(request: Request, error: HTTPException) -> Response:
+    def reject(request: Request, error: HTTPException) -> Response:
         path = request.url.path
-        if error.status_code == 413 and not isinstance(error, Refused):
+        if error.status_code == 413 and not isinstance(error, RejectedRequest):
             error = _too_large(max_request_bytes)
-        elif not isinstance(error, Refused):
-            error = Refused(error.status_code, f"{request.method} {path}: {error.detail}")
+        elif not isinstance(error, RejectedRequest):
+            error = RejectedRequest(error.status_code, f"{request.method} {path}: {error.detail}")
         return error_response(error, path)
 
     @app.exception_handler(Exception)
@@ -146,8 +146,8 @@ def build_app(max_request_bytes: int) -> FastAPI:
     return app
 
 
-def _too_large(limit: int) -> Refused:
-    return Refused(413, f"the body has more than --max_request_bytes {limit}; send less at once")
+def _too_large(limit: int) -> RejectedRequest:
+    return RejectedRequest(413, f"the body has more than --max_request_bytes {limit}; send smaller requests")
 
 
 # ---- access control
@@ -180,27 +180,27 @@ class Guard:
         if scope["type"] == "http":
             try:
                 self._check(scope["path"], Headers(scope=scope))
-            except Refused as refused:
-                app = error_response(refused, scope["path"])
+            except RejectedRequest as rejection:
+                app = error_response(rejection, scope["path"])
         await app(scope, receive, send_with_headers)
 
     def _check(self, path: str, headers: Headers) -> None:
-        """Raise Refused for a request that must be rejected."""
+        """Raise RejectedRequest for a request that must be rejected."""
         host = headers.get("host", "").lower()
         if self.is_local and re.sub(r":\d*$", "", host) not in _LOOPBACK_NAMES:
             names = ", ".join(_LOOPBACK_NAMES)
-            detail = f"the host {host!r} is none of this server's names ({names}); open it by one of them"
-            raise Refused(403, detail)
+            detail = f"the host {host!r} is not a name of this server ({names}); use one of them"
+            raise RejectedRequest(403, detail)
         origin = headers.get("origin")
         if origin is not None and origin.lower() not in (f"http://{host}", f"https://{host}"):
-            raise Refused(403, f"the origin {origin!r} is another site than this server")
+            raise RejectedRequest(403, f"the origin {origin!r} is another site")
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-            raise Refused(403, "another site's page sent this request; use this server's own page")
+            raise RejectedRequest(403, "another site's page sent this request; use this server's own page")
         scheme, _, given = headers.get("authorization", "").partition(" ")
         # In constant time: the duration of a comparison must not reveal how much of a guess is right.
         is_right = hmac.compare_digest(given.strip().encode("latin-1"), self.token.encode())
         if self.token and path not in self.open_paths and not (is_right and scheme.lower() == "bearer"):
-            raise Refused(401, "give the server's token: Authorization: Bearer TOKEN")
+            raise RejectedRequest(401, "give the server's token: Authorization: Bearer TOKEN")
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self.app.max_body_size:
             raise _too_large(self.app.max_body_size)

@@ -28,7 +28,7 @@ class SFTTrainer(Trainer):
         """Number of targets."""
         return count_targets(batch)
 
-    def judge(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
+    def evaluate_batches(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
         """Loss and perplexity over the tokens of all ranks. Every rank must call this."""
         nll, count = 0.0, 0.0
         for batch, is_real in batches:

@@ -13,7 +13,7 @@ class PairArguments:
 
     max_pairs_per_prompt: int = flag(
         10,
-        "maximum pairs per prompt; each epoch and each evaluation draws them anew",
+        "maximum pairs per prompt; they are sampled anew in each epoch and evaluation",
         low=1,
         only_with="loss!=kto",
     )

@@ -24,7 +24,7 @@ ANSWER, MISMATCHED = SIDES = ("answer", "mismatched")
 class MismatchedRows(Dataset):
     """Labelled responses, each with `mismatched_ids`: its prompt, and a response to another prompt.
 
-    The order of the rows determines which response; it is not random, and the same in every epoch.
+    The order of the rows determines the response, which is therefore the same in every epoch.
     """
 
     def __init__(self, rows: Any, max_tokens: int) -> None:
@@ -125,7 +125,7 @@ class KTOTrainer(Trainer):
             "undesirable_reward": (self.args.beta * ratios[~is_good].sum(), (~is_good).sum()),
         }
 
-    def judge(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
+    def evaluate_batches(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
         """Loss, KL, accuracy (the fraction of responses on their label's side of the KL) and rewards, over
         the rows of all ranks. Every rank must call this.
         """

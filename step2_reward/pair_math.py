@@ -178,7 +178,7 @@ def expected_calibration_error(score_differences: torch.Tensor, bins: int = 10) 
     """Sum over bins of (fraction of pairs) |accuracy - mean confidence|: fp32 scalar in [0, 1].
 
     score_differences (N,): chosen minus rejected, the log odds that the chosen response is better. The
-    confidence is the probability of the preferred response, in [0.5, 1], cut into `bins` of equal width; a
+    confidence is the probability of the preferred response, in [0.5, 1], split into `bins` of equal width; a
     tie counts half. Guo et al. 2017, arXiv:1706.04599 eq. 3. Raises ValueError without pairs.
     """
     differences = score_differences.double()

@@ -1,6 +1,6 @@
 """Trainer of step 2 on pairs: a reward model with a ranking loss, or under --loss dpo or ipo a policy.
 
-# N pairs; a pass holds each pair's chosen answer, then its rejected one
+# N pairs; a pass holds each pair's chosen response, then its rejected one
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -52,7 +52,7 @@ def compute_pair_losses(
 
 
 @torch.no_grad()
-def judge_pairs(
+def evaluate_pairs(
     compute: Callable[[PackedBatch], Sequence[torch.Tensor]],
     batches: Iterable[tuple[PackedBatch, torch.Tensor]],
     *,
@@ -119,9 +119,9 @@ class PairTrainer(Trainer):
         loss, more = add_router_loss(self.engine, (losses * weights).sum(), batch, self.count)
         return loss, more | {n: (values.detach() * weights).sum() for n, values in sums.items()}
 
-    def judge(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
-        """`judge_pairs` with the mean loss. Every rank must call this."""
-        return judge_pairs(self.compute_losses, batches, what=self.what)
+    def evaluate_batches(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
+        """`evaluate_pairs` with the mean loss. Every rank must call this."""
+        return evaluate_pairs(self.compute_losses, batches, what=self.what)
 
 
 class RewardTrainer(PairTrainer):

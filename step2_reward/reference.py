@@ -89,13 +89,13 @@ def compute_reference(trainer: Any, pairs: ReferencePairs, rows: Sequence[int]) 
         return
     trainer.engine.eval()
     lengths = pairs.lengths(f"{trainer.sides[0]}_ids")
-    in_order = sorted(rows, key=lambda row: (lengths[row], row))  # by length, for less padding
+    by_length = sorted(rows, key=lambda row: (lengths[row], row))  # by length, for less padding
     size = trainer.args.per_device_eval_batch_size
     rank = distributed.rank()
     computed = torch.zeros_like(pairs.logprobs, dtype=torch.float64)
-    for first in range(0, len(in_order), size * distributed.world_size()):
-        own_rows = in_order[first + rank * size :][:size]
-        batch = own_rows or in_order[:1]  # the same number of passes on every rank
+    for first in range(0, len(by_length), size * distributed.world_size()):
+        own_rows = by_length[first + rank * size :][:size]
+        batch = own_rows or by_length[:1]  # the same number of passes on every rank
         logprobs = trainer.compute_logprobs(collate_pairs([pairs[row] for row in batch])).view(-1, 2)
         if own_rows:
             computed[own_rows] = logprobs.double().cpu()

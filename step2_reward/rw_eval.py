@@ -29,7 +29,7 @@ from common.programs.reward_scorer import load_frozen_value_model
 from common.ranks import distributed
 from step2_reward.answer_scores import compute_pair_scores
 from step2_reward.arguments import RewardEvalArguments
-from step2_reward.pair_trainer import judge_pairs
+from step2_reward.pair_trainer import evaluate_pairs
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if distributed.is_main():
         print("\n".join(data.report.lines()))
     batches = evaluation_batches(rows, collate_pairs, rows_per_batch=args.per_device_eval_batch_size)
-    figures = judge_pairs(lambda batch: compute_pair_scores(model, batch)[:2], batches)
+    figures = evaluate_pairs(lambda batch: compute_pair_scores(model, batch)[:2], batches)
     if distributed.is_main():
         _print_samples(model, [rows[i] for i in range(min(args.num_samples, len(rows)))], tokenizer)
         for metric, value in figures.items():

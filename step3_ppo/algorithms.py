@@ -37,7 +37,7 @@ from step3_ppo.ppo_math import (
     kl_penalised_rewards,
 )
 from step3_ppo.rewards.score_shaping import shape_scores
-from step3_ppo.rollout_batch import on_every_token, sampled_mask, tokens, with_tokens
+from step3_ppo.rollout_batch import sampled_mask, spread_over_tokens, tokens, with_tokens
 
 AddAdvantages = Callable[[PackedBatch, PPOArguments, float], PackedBatch]
 
@@ -241,7 +241,7 @@ def add_ppo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -
 def add_grpo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> PackedBatch:
     """The batch with (score - group mean) / (group std + eps): DeepSeekMath, arXiv:2402.03300."""
     rewards, scores, group = compare_in_groups(batch, args, kl_coef)
-    advantages = on_every_token((scores - group.mean) / (group.std + STD_EPSILON), batch)
+    advantages = spread_over_tokens((scores - group.mean) / (group.std + STD_EPSILON), batch)
     return with_advantages(batch, args, rewards, advantages)
 
 
@@ -256,7 +256,7 @@ def add_dr_grpo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: floa
     hopeless, and the mean over a response's tokens favours long wrong responses; both are left out.
     """
     rewards, scores, group = compare_in_groups(batch, args, kl_coef)
-    advantages = on_every_token(scores - group.mean, batch)
+    advantages = spread_over_tokens(scores - group.mean, batch)
     return with_advantages(batch, args, rewards, advantages)
 
 
@@ -265,7 +265,7 @@ def add_dr_grpo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: floa
 def add_rloo_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> PackedBatch:
     """The batch with score - mean of the group's other scores: Ahmadian et al. 2024, arXiv:2402.14740."""
     rewards, scores, group = compare_in_groups(batch, args, kl_coef)
-    advantages = on_every_token(scores - group.leave_one_out_mean, batch)
+    advantages = spread_over_tokens(scores - group.leave_one_out_mean, batch)
     return with_advantages(batch, args, rewards, advantages)
 
 
@@ -323,7 +323,7 @@ def add_distill_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: floa
     """
     scores = shaped_scores(batch, args) if "scores" in batch.data else torch.zeros(len(batch))
     group = group_baselines(scores, batch.numbers("group_ids"))
-    advantages = on_every_token(scores - group.leave_one_out_mean, batch)
+    advantages = spread_over_tokens(scores - group.leave_one_out_mean, batch)
     batch = with_advantages(batch, args, token_rewards(batch, scores, args, 0.0), advantages)
     if args.distill_loss != "sampled":
         return batch

@@ -110,6 +110,12 @@ class RoleSpec:
         )
 
 
+def default_critic(args: Any) -> str:
+    """Path of the critic's model: its flag's, by default the actor's in a run with rewards; may be ""."""
+    default = args.actor_model_name_or_path if args.reward or args.environment else ""
+    return args.critic_model_name_or_path or default
+
+
 def build_role_specs(args: Any, rewards: Sequence[RewardSpec], *, has_critic: bool) -> list[RoleSpec]:
     """Actor, reference or teacher, critic and reward models, in this order.
 

@@ -16,7 +16,7 @@ from common.flags.args import Problems
 from common.flags.problems import given_flags
 from common.generation.decode_probe import why_not_generated
 from common.generation.tp_plans import NoPlan, build_cuts
-from common.models.four_bit import refusals
+from common.models.four_bit import incompatible_flags
 from common.models.saved_adapters import is_adapter
 from common.models.tensor_ops import wilson_interval
 from common.models.value_model import has_saved_head
@@ -26,7 +26,7 @@ from common.ranks import distributed
 from common.runs.export import read_metadata
 from step3_ppo.algorithms import Algorithm, fill_defaults, find_algorithm, unused_flags
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.build_roles import build_role_specs, describe_bases, fill_ranks
+from step3_ppo.build_roles import build_role_specs, default_critic, describe_bases, fill_ranks
 from step3_ppo.environments import KIND, import_environment
 from step3_ppo.policy_losses import PolicyLossFunction, build_policy_loss
 from step3_ppo.rewards.reward_specs import RewardSpec, check_rewards
@@ -61,17 +61,16 @@ def check_start_up(description: str, argv: Sequence[str] | None = None) -> PPOSt
         args = start.args = fill_defaults(args, algorithm)
         with problems.catch():
             start.policy_loss = build_policy_loss(args)
-        has_rewards = bool(args.reward or args.environment)
-        if algorithm.needs_critic and has_rewards and not args.critic_model_name_or_path:
-            args.critic_model_name_or_path = args.actor_model_name_or_path
+        if algorithm.needs_critic:
+            args.critic_model_name_or_path = default_critic(args)
         fill_ranks(args, problems)
         problems.add_if(
             args.ref_ema_decay and args.actor_lora_dim,
             f"--ref_ema_decay {args.ref_ema_decay} averages whole weights, but with adapters of rank "
             f"{args.actor_lora_dim} the reference is the actor without adapters; leave one of them out",
         )
-        for refusal in refusals(args):
-            problems.add(refusal)
+        for problem in incompatible_flags(args):
+            problems.add(problem)
         check_algorithm(args, algorithm, problems)
         check_teacher(args, algorithm, problems)
         idle = ", ".join(f"--{name}" for name in unused_flags(algorithm, given_flags(start.argv)))
@@ -84,7 +83,7 @@ def check_start_up(description: str, argv: Sequence[str] | None = None) -> PPOSt
     start.frozen = frozen_models(args, start.rewards)
     check_evaluation(args, start.options, start.rewards, problems, start.tokenizer)
     startup.finish_checks(start, "--actor_model_name_or_path")
-    startup.print_note(*doubts_about_rewards(args, start.rewards))
+    startup.print_note(*reward_warnings(args, start.rewards))
     return start
 
 
@@ -285,7 +284,7 @@ def find_rewards(args: PPOArguments, algorithm: Algorithm | None, problems: Prob
     return [RewardSpec("model", path, 1.0, "model")]
 
 
-def doubts_about_rewards(args: PPOArguments, rewards: list[RewardSpec]) -> list[str]:
+def reward_warnings(args: PPOArguments, rewards: list[RewardSpec]) -> list[str]:
     """A warning for each reward model whose held-out accuracy may be too low, or that was trained on another
     conversation format.
     """
@@ -343,7 +342,7 @@ def check_models(
         )
         if role == "actor":
             check_generation(args, config, problems)
-            check_cuts(args, config, problems)
+            check_tensor_parallel(args, config, problems)
             actor = tokenizer
             continue
         with problems.catch():
@@ -381,7 +380,7 @@ def check_generation(args: PPOArguments, config: Any, problems: Problems) -> Non
     problems.add(f"--actor_model_name_or_path {args.actor_model_name_or_path}: {way}: {reason}; {cure}")
 
 
-def check_cuts(args: PPOArguments, config: Any, problems: Problems) -> None:
+def check_tensor_parallel(args: PPOArguments, config: Any, problems: Problems) -> None:
     """Add a problem if the hybrid engine cannot cut an actor of this configuration."""
     tp_size = args.inference_tp_size
     if args.enable_hybrid_engine and tp_size > 1 and distributed.world_size() % tp_size == 0:

@@ -7,7 +7,7 @@
             return row["messages"]
 
         def step(self, messages: list[dict]) -> tuple[list[dict], float, bool]:
-            return [{"role": "user", "content": "Again."}], 1.0, False  # reply, reward, is it over
+            return [{"role": "user", "content": "Again."}], 1.0, False  # reply, reward, is_over
 
 Each conversation has its own object of the class. `row` has the fields of the data set's row, among them
 `messages`, the chat of its prompt; `step` gets all messages so far, the model's last reply at the end. The
@@ -120,20 +120,20 @@ class Environments:
         fields = map(json.loads, prompts.texts("row_fields"))
         chats = map(json.loads, prompts.texts("messages"))
         own = (prompts.texts(ROW_IDS), prompts.texts("prompt_texts"), prompts.sequences("prompt_ids"))
-        for of_row, chat, row_id, text, ids in zip(fields, chats, *own, strict=True):
-            row = of_row | {"messages": chat}
+        for row_fields, chat, row_id, text, ids in zip(fields, chats, *own, strict=True):
+            row = row_fields | {"messages": chat}
             token_ids = ids.tolist()
             group = [self._begin(row, row_id) for _ in range(num_samples)]
             messages = next((c.messages for c in group if not math.isnan(c.score)), chat)
             for conversation in group:
                 if conversation.messages != messages:
-                    self._fail(conversation, "reset gave others of the group other messages")
+                    self._fail(conversation, "reset returned different messages within the group")
             if messages != chat:
                 try:
-                    token_ids, text = self._show(messages, of_row.get("tools") or "")
+                    token_ids, text = self._show(messages, row_fields.get("tools") or "")
                 except BadRow as error:
                     for conversation in group:
-                        self._fail(conversation, f"reset gave messages that cannot be shown: {error}")
+                        self._fail(conversation, f"reset returned messages that cannot be shown: {error}")
             conversations += group
             all_ids.append(token_ids)
             texts.append(text)
@@ -165,28 +165,30 @@ class Environments:
         if math.isnan(conversation.score):
             return None
         reply = self.decode(token_ids[conversation.num_known :])
-        reply = reply if self.template.is_to_the_letter else reply.strip()
+        reply = reply if self.template.is_verbatim else reply.strip()
         conversation.messages = [*conversation.messages, {"role": "assistant", "content": reply}]
         try:
             result = self._call("step", conversation.environment.step, copy.deepcopy(conversation.messages))
             if not isinstance(result, tuple | list) or len(result) != 3:
                 shown = quoted(str(result))
-                raise ConversationFailed(f"step gave {shown}; return (messages, reward, is over)")
+                raise ConversationFailed(f"step returned {shown}; return (messages, reward, is over)")
             messages, reward, is_over = result
             number = None if isinstance(reward, str) else read_number(reward)
             if number is None:
-                raise ConversationFailed(f"step gave the reward {quoted(str(reward))}: not a finite number")
+                raise ConversationFailed(
+                    f"step returned the reward {quoted(str(reward))}, not a finite number"
+                )
             conversation.score += number
             if is_over or conversation.num_turns == self.max_turns:
                 return None
             messages = self._checked_chat("step", messages)
-            said = self.template.continue_ids(list(map(Message.from_dict, messages)))
+            reply_ids = self.template.continue_ids(list(map(Message.from_dict, messages)))
         except (ConversationFailed, BadRow) as error:
             self._fail(conversation, str(error))
             return None
         conversation.messages += messages
-        conversation.num_known = len(token_ids) + len(said)
-        return said
+        conversation.num_known = len(token_ids) + len(reply_ids)
+        return reply_ids
 
     def _show(self, messages: Chat, tools: str | list) -> tuple[list[int], str]:
         """Token ids of a prompt, truncated like a row's, and its whole text; `tools` are the row's."""
@@ -209,12 +211,12 @@ class Environments:
         """A copy of the messages. Raises ConversationFailed if they are not valid."""
         roles = ROLES if self.template.keeps_headers else ROLES[:-1]
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-            what = f"{method} gave {quoted(str(messages))} for messages"
-            raise ConversationFailed(f"{what}; return a list of one or more, or that it is over")
+            what = f"{method} returned {quoted(str(messages))} for messages"
+            raise ConversationFailed(f"{what}; return a list of at least one, or is over = True")
         for message in messages:
             is_message = isinstance(message, dict) and isinstance(message.get("content"), str)
             if not is_message or message.get("role") not in roles:
-                what = f"{method} gave the message {quoted(str(message))}"
+                what = f"{method} returned the message {quoted(str(message))}"
                 raise ConversationFailed(f"{what}; it needs a content and a role of {', '.join(roles)}")
         # Half of a surrogate pair cannot be encoded.
         content = [m["content"].encode(errors="replace").decode() for m in messages]

@@ -72,7 +72,7 @@ class PPOMathArguments:
         low=0,
     )
     clip_range_high: float = flag(
-        0.0, "range above 1, if it is another one (DAPO's clip-higher); 0: --clip_range", low=0
+        0.0, "range above 1, if different (DAPO's clip-higher); 0: --clip_range", low=0
     )
     loss_aggregation: str = flag(
         "",
@@ -93,7 +93,7 @@ class PPOMathArguments:
     )
     correction_high: float = flag(
         0.0,
-        "upper bound of --rollout_correction; 0: the usual bounds, 0 and 2, of geo_rs 0.999 and 1.001",
+        "upper bound of --rollout_correction; 0: the usual bounds, 0 and 2, for geo_rs 0.999 and 1.001",
         low=0,
         only_with="rollout_correction!=none",
     )
@@ -111,8 +111,8 @@ class PPOMathArguments:
     )
     early_stop_action: str = flag(
         "stop",
-        "at a minibatch above --early_stop_kl: make its update and stop those of the step, or skip its "
-        "update alone",
+        "at a minibatch above --early_stop_kl: make its update and stop those of the step, or skip only its "
+        "update",
         choices=("stop", "skip"),
         only_with="early_stop_kl",
     )

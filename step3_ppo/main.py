@@ -94,12 +94,12 @@ def train(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
     if start.args.output_dir and not start.earlier.checkpoints and distributed.is_main() and best.is_dir():
         remove_folder(best)  # of an earlier run
     while evaluation and run.step == 0 and evaluation.is_due(0, run.logger.num_steps):
-        judge_and_export(start, trainer, run)  # retry if it failed: later evaluations compare with it
-        run.point(0)
-    run_steps(run, train_step, lambda step: judge_and_export(start, trainer, run))
+        evaluate_and_export(start, trainer, run)  # retry if it failed: later evaluations compare with it
+        run.checkpoint_if_due(0)
+    run_steps(run, train_step, lambda step: evaluate_and_export(start, trainer, run))
 
 
-def judge_and_export(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
+def evaluate_and_export(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
     """Evaluate if that is due after the finished steps, and export the best model so far.
 
     Every rank must call this. Raises TooManyBadSteps with the state saved.
@@ -113,7 +113,7 @@ def judge_and_export(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
         with watchdog.phase("the evaluation", step, clock="evaluate"):
             metrics = evaluation.evaluate(step)
     except StepRefused as error:
-        run.refuse(step, error)
+        run.record_bad_step(step, error)
         return
     if not args.output_dir or not evaluation.is_best(metrics):
         return

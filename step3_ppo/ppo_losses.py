@@ -70,11 +70,11 @@ class PPOLosses:
             gradients["value"] = self.compute_critic_gradients(micro_batches)
         means = {NUM_TOKENS: num_tokens}
         gap = gradients["policy"].means["policy/logprob_gap"]
-        doubt = (
-            f"sampler and trainer differ by {gap:.2g} nats a token, and --old_logprobs strict allows "
-            f"{max_gap}; --old_logprobs auto recomputes what the sampler says"
+        reason_to_skip = (
+            f"sampler and trainer differ by {gap:.2g} nats per token, but --old_logprobs strict allows "
+            f"{max_gap}; --old_logprobs auto recomputes the sampler's log-probabilities"
         )
-        steps = take_steps(list(gradients.values()), doubt if gap > max_gap else "")
+        steps = take_steps(list(gradients.values()), reason_to_skip if gap > max_gap else "")
         for kind, of_engine in zip(gradients, steps, strict=True):
             means |= _named(kind, of_engine)
         return means
@@ -85,7 +85,7 @@ class PPOLosses:
 
         Every rank must call this. Raises StepRefused.
         """
-        with watchdog.phase("the update of the actor by text", clock="actor_update"):
+        with watchdog.phase("the unsupervised update of the actor", clock="actor_update"):
             gradients = compute_gradients(self.roles.actor.model, [self._text_term()])
         return _named("unsup", take_steps([gradients])[0])
 

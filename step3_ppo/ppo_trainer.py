@@ -25,7 +25,7 @@ from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import loss_weights
 from step3_ppo.roles import has_text_steps
 from step3_ppo.rollout import Rollout, join_scores
-from step3_ppo.rollout_batch import cut_minibatches, gather_numbers, put_back, tokens, with_tokens
+from step3_ppo.rollout_batch import cut_minibatches, gather_numbers, merge_columns, tokens, with_tokens
 from step3_ppo.rollout_correction import (
     Correction,
     prox_share,
@@ -97,8 +97,8 @@ class PPOTrainer:
                         self.update(self.open_step, self.losses.update_by_text)
                     run_hooks("after_update", self, micro_batches)
             except StepRefused as error:
-                run.refuse(step, error, self.open_step.position)
-            run.point(step, self.open_step.position)
+                run.record_bad_step(step, error, self.open_step.position)
+            run.checkpoint_if_due(step, self.open_step.position)
         return self.finish_step(self.open_step)
 
     def collect(self, step: int, run: Run) -> PackedBatch:
@@ -114,7 +114,7 @@ class PPOTrainer:
                     values = self.value_normaliser.denormalise(batch.data[name])
                     batch = batch.with_key(name, values, like=name)
                 self.waiting.append(batch)
-            run.point(step, "rollout")
+            run.checkpoint_if_due(step, "rollout")
         return self.waiting.popleft()
 
     def add_advantages(self, step: int, batch: PackedBatch) -> OpenStep:
@@ -133,7 +133,7 @@ class PPOTrainer:
                 gaps = (scored.data["rollout_logprobs"] - scored.data["old_logprobs"]).abs()
                 gaps = gaps[scored.data.get("sampled_mask", ...)]
                 summary["policy/logprob_gap"] = float(step_mean(gaps))
-            batch = put_back(self._normalise_values(scored), batch)
+            batch = merge_columns(self._normalise_values(scored), batch)
             if not bool(has_score.all()):
                 scores = torch.where(has_score, batch.numbers("scores"), torch.nan)
                 batch = batch.with_numbers("scores", scores)
@@ -145,7 +145,7 @@ class PPOTrainer:
             share = summary.get("objective/failed_fraction")
             first = self.rollout.scores.first_failure
             if share and step % self.logger.log_interval == 0:
-                text = f"{share:.1%} of the responses got no score of their own, the first failure: {first}"
+                text = f"{share:.1%} of the responses got no score of their own; the first failure: {first}"
                 self.logger.note(f"step {step}: {text}")
             mask = tokens(batch, "loss_mask")
             weights, counts = loss_weights(mask, self.args.loss_aggregation, self.args.max_answer_seq_len)
@@ -204,7 +204,7 @@ class PPOTrainer:
             current.batch, self.args, self.rollout.cap, current.step, first=current.num_minibatches
         )
         while not current.is_done:
-            with watchdog.phase("the cut into minibatches", clock="actor_update"):
+            with watchdog.phase("the split into minibatches", clock="actor_update"):
                 micro_batches = next(left, None)
             if micro_batches is None:
                 return
@@ -247,7 +247,7 @@ class PPOTrainer:
         numbers |= COSTS.end_step(distributed.world_size())
         self.logger.log(step, numbers)
         gap = numbers.get("policy/logprob_gap")  # None: every minibatch was skipped
-        advice = None if gap is None else self.rollout.judge_gap(gap)
+        advice = None if gap is None else self.rollout.check_logprob_gap(gap)
         if advice:
             self.logger.note(f"step {step}: {advice}")
         self._write_responses(step, current.batch)

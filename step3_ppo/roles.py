@@ -53,7 +53,7 @@ class Role:
     def score(self, batches: Sequence[PackedBatch]) -> list[Any]:
         """Outputs of the role for each batch. Every rank must call this with the same number of batches."""
         with self.scoring():
-            return [self.answer(batch) for batch in batches]
+            return [self.score_batch(batch) for batch in batches]
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
@@ -63,7 +63,7 @@ class Role:
         with watchdog.phase(f"the scores of the {self.name}", clock=self.clock), torch.no_grad(), weights:
             yield
 
-    def answer(self, batch: PackedBatch) -> Any:
+    def score_batch(self, batch: PackedBatch) -> Any:
         """Outputs of the role for a batch."""
         raise NotImplementedError
 
@@ -78,7 +78,7 @@ class Policy(Role):
     With `support_ids` in a batch they are normalised over the tokens that could be sampled.
     """
 
-    def answer(self, batch: PackedBatch) -> torch.Tensor:
+    def score_batch(self, batch: PackedBatch) -> torch.Tensor:
         """Log-probabilities (total,) fp32."""
         return self.compute_logprobs(batch)[0]
 
@@ -222,7 +222,7 @@ class Reward(Role):
     name, clock = "reward model", "reward"
     closing_ids: Sequence[int] = ()
 
-    def answer(self, batch: PackedBatch) -> torch.Tensor:
+    def score_batch(self, batch: PackedBatch) -> torch.Tensor:
         """Scores (b,) fp32."""
         batch = with_closing(batch, self.closing_ids)
         inputs, _ = self.build_inputs(batch)
@@ -242,7 +242,7 @@ class Critic(Role):
         values = self.model(inputs, torch.cat([slots, inputs.last_slots]))
         return values.split([len(slots), len(batch)])
 
-    answer = compute_values
+    score_batch = compute_values
 
 
 @dataclass

@@ -22,7 +22,7 @@ from step3_ppo.environments import KIND, NUM_TURNS, Conversation, scores_of
 from step3_ppo.ppo_math import constant_groups
 from step3_ppo.rewards.scorer import PREFIX, PromptTexts, Scorer
 from step3_ppo.roles import Roles
-from step3_ppo.rollout_batch import TokenCap, gather_ids, in_order, replace_rows
+from step3_ppo.rollout_batch import TokenCap, gather_ids, reorder, replace_rows
 
 SCORED = (
     *("rollout_logprobs", "old_logprobs", "ref_logprobs", "scores"),
@@ -69,7 +69,7 @@ class Rollout:
         self.refilled_fraction = state["refilled_fraction"]
         self.recomputes = state["recomputes"]
 
-    def judge_gap(self, gap: float) -> str | None:
+    def check_logprob_gap(self, gap: float) -> str | None:
         """Update the policy of --old_logprobs from a step's mean gap between sampler and trainer; return a
         warning or None.
 
@@ -84,7 +84,7 @@ class Rollout:
         if was_recomputed or is_small:
             return None
         cure = ": recomputed from here on" if self.recomputes else "; --old_logprobs recompute avoids it"
-        return f"sampler and trainer differ by {gap:.2g} nats a token, more than {MAX_LOGPROB_GAP}{cure}"
+        return f"sampler and trainer differ by {gap:.2g} nats per token, more than {MAX_LOGPROB_GAP}{cure}"
 
     def collect(self, prompts: GlobalBatches, version: int) -> PackedBatch:
         """This rank's rollout batch of a step; `version` is the number of steps that the policy has taken.
@@ -113,7 +113,7 @@ class Rollout:
 
     def _collect_once(self, prompts: GlobalBatches, version: int) -> PackedBatch:
         # Prompts are numbered across the whole run, the same for any number of ranks.
-        first = prompts.num_drawn * prompts.order.global_rows
+        first = prompts.num_taken * prompts.order.global_rows
         with watchdog.phase("the reading of prompts", clock="data"):
             prompt_batches = list(next(prompts))
         batch, texts = self.sample(prompt_batches, version, self.args.num_samples_per_prompt, first)
@@ -157,7 +157,7 @@ class Rollout:
                 numbers = first + position * len(prompts) + torch.arange(len(prompts))
                 conversations: list[Conversation] = []
                 if self.environments:
-                    with watchdog.phase("the beginning of the conversations", clock=KIND):
+                    with watchdog.phase("the reset of the environments", clock=KIND):
                         prompts, conversations = self.environments.begin(prompts, num_samples)
                 parts.append(
                     self._sample_batch(prompts, numbers, num_samples, conversations, is_greedy=is_greedy)
@@ -213,7 +213,7 @@ class Rollout:
         score.
         """
         roles = self.roles
-        with watchdog.phase("the cut into micro-batches", clock="gather"):
+        with watchdog.phase("the split into micro-batches", clock="gather"):
             micro_batches = self.score_cap.cut(batch)
         pending = self.scores.start(micro_batches, texts)
         if is_trained_on and self.args.replay_sampling_support:
@@ -237,7 +237,7 @@ class Rollout:
             raise
         with watchdog.phase("the gathering of the scores", clock="gather"):
             scored = join_scores(batch.ids, micro_batches, columns, numbers)
-            self._refuse_if_not_finite(scored)
+            self._check_finite(scored)
             return scored
 
     def _find_divergences(
@@ -252,7 +252,7 @@ class Rollout:
             return [old - ref for old, ref in zip(old_logprobs, ref_logprobs, strict=True)]
         return self.roles.actor.find_divergences(micro_batches, self.roles.reference, beta)
 
-    def _refuse_if_not_finite(self, batch: PackedBatch) -> None:
+    def _check_finite(self, batch: PackedBatch) -> None:
         own = [n for n in SCORED if n in batch.data and not bool(batch.data[n].isfinite().all())]
         gathered = distributed.gather_objects((own, bool(self.scores.has_scores(batch).any())))
         names = [name for name in SCORED if any(name in rank_names for rank_names, _ in gathered)]
@@ -286,7 +286,7 @@ def join_scores(
         batch = batch.with_key(name, torch.cat(list(of_parts)).cpu(), like="response_ids")
     for name, of_parts in numbers.items():
         batch = batch.with_numbers(name, torch.cat(list(of_parts)).cpu())
-    return in_order(batch, ids)
+    return reorder(batch, ids)
 
 
 def add_sampling_mask(batch: PackedBatch, mask: SamplingMask) -> PackedBatch:

@@ -70,7 +70,7 @@ def with_tokens(batch: PackedBatch, **columns: torch.Tensor) -> PackedBatch:
     return batch
 
 
-def on_every_token(numbers: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+def spread_over_tokens(numbers: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """A response's number (b,) at each token that was sampled, 0 elsewhere: (b, R) fp32."""
     return torch.where(sampled_mask(batch), numbers.float()[:, None], 0.0)
 
@@ -108,7 +108,7 @@ def with_closing(batch: PackedBatch, closing_ids: Sequence[int]) -> PackedBatch:
     return batch
 
 
-def put_back(kept: PackedBatch, batch: PackedBatch) -> PackedBatch:
+def merge_columns(kept: PackedBatch, batch: PackedBatch) -> PackedBatch:
     """`batch` with the columns that an algorithm added to some of its rows; zeros in the others, which are in
     no loss.
     """
@@ -119,10 +119,10 @@ def put_back(kept: PackedBatch, batch: PackedBatch) -> PackedBatch:
     for key in [*(key for key in kept.data if key not in batch.data), "loss_mask"]:
         zeros = kept.data[key].new_zeros(len(rest.data["response_ids"]))
         rest = rest.with_key(key, zeros, like="response_ids")
-    return in_order(PackedBatch.concat([kept, rest]), batch.ids)
+    return reorder(PackedBatch.concat([kept, rest]), batch.ids)
 
 
-def in_order(batch: PackedBatch, ids: Sequence[int]) -> PackedBatch:
+def reorder(batch: PackedBatch, ids: Sequence[int]) -> PackedBatch:
     """The rows with these sample ids, in this order."""
     row_of = {sample: row for row, sample in enumerate(batch.ids)}
     return batch.select([row_of[sample] for sample in ids])
@@ -176,12 +176,12 @@ def exchange_rows(batch: PackedBatch, wanted: Sequence[Sequence[int]]) -> Packed
     """
     own_ids = wanted[distributed.rank()]
     if distributed.world_size() == 1:
-        return in_order(batch, own_ids)
+        return reorder(batch, own_ids)
     held = set(batch.ids)
-    parts = [in_order(batch, [sample for sample in ids if sample in held]) for ids in wanted]
+    parts = [reorder(batch, [sample for sample in ids if sample in held]) for ids in wanted]
     sent = [torch.frombuffer(bytearray(save(to_tensors(part))), dtype=torch.uint8) for part in parts]
     received = [load(data.numpy().tobytes()) for data in distributed.all_to_all(sent)]
-    return in_order(PackedBatch.concat([from_tensors(part, batch.data) for part in received]), own_ids)
+    return reorder(PackedBatch.concat([from_tensors(part, batch.data) for part in received]), own_ids)
 
 
 def replace_rows(
@@ -264,7 +264,7 @@ def cut_minibatches(
     for plan in itertools.islice(plan_minibatches(gathered, args, cap, step), first, None):
         wanted = [[ids[row] for rows in rank_rows for row in rows] for rank_rows in plan]
         minibatch = exchange_rows(batch, wanted)
-        yield [in_order(minibatch, [ids[row] for row in rows]) for rows in plan[distributed.rank()]]
+        yield [reorder(minibatch, [ids[row] for row in rows]) for rows in plan[distributed.rank()]]
 
 
 def plan_minibatches(

@@ -17,7 +17,7 @@ import torch
 from common.data.packed_batch import PackedBatch
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.ppo_math import MAX_LOG_RATIO
-from step3_ppo.rollout_batch import on_every_token, tokens, with_tokens
+from step3_ppo.rollout_batch import spread_over_tokens, tokens, with_tokens
 
 EDGES = (0.5, 0.8, 1.25, 2.0)  # of the histogram of the weights
 BINS = (
@@ -111,7 +111,7 @@ def weigh_tokens(
     batch = batch.with_key("prox_logprobs", prox_logprobs, like="response_ids")
     prox, sampled, mask = (tokens(batch, key) for key in ("prox_logprobs", "rollout_logprobs", "loss_mask"))
     made = correction_weights(prox, sampled, mask, correction)
-    weights = made.weights if correction.level == "token" else on_every_token(made.weights, batch)
+    weights = made.weights if correction.level == "token" else spread_over_tokens(made.weights, batch)
     return with_tokens(batch, correction_weights=weights), made
 
 

@@ -71,7 +71,7 @@ def _no_gpu_stays() -> Iterator[None]:
 def _phases_are_not_told(monkeypatch) -> None:
     """A program run in this process lets its phases be told, and so would the next test's."""
     if "common.ranks.watchdog" in sys.modules:
-        monkeypatch.setattr(sys.modules["common.ranks.watchdog"], "_told", None)
+        monkeypatch.setattr(sys.modules["common.ranks.watchdog"], "_printed_phases", None)
 
 
 @pytest.fixture(scope="session")

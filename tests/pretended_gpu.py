@@ -23,6 +23,7 @@ between tensors.
 """
 
 import contextlib
+import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -40,6 +41,8 @@ from torch import Tensor
 from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
+
+from common.models import attention
 
 # ---- what Python asks and moves -------------------------------------------------------------------------
 
@@ -312,10 +315,18 @@ def _process_groups(gpu: PretendedGpu) -> dict[str, Any]:
 def _varlen_attention(gpu: PretendedGpu) -> Callable[..., Tensor]:
     """Return torch's kernel for sequences end to end, one attention a sequence: (N, H, D), as a CPU sums."""
 
-    def attend(
+    signature = inspect.signature(varlen.varlen_attn)
+
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        signature.bind(*args, **kwargs)  # the installed torch takes these arguments
+        return compute(*args, **kwargs)
+
+    def compute(
         query: Tensor, key: Tensor, value: Tensor, starts: Tensor, key_starts: Tensor, longest: int,
-        longest_key: int, *, scale: float | None, window_size: tuple[int, int], enable_gqa: bool,
+        longest_key: int, *, scale: float | None, window_size: tuple[int, int], enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
+        if not attention.HAS_GQA_ARGUMENT:
+            enable_gqa = query.shape[1] != key.shape[1]
         with gpu.quiet():
             lengths, key_lengths = starts.diff().tolist(), key_starts.diff().tolist()
         assert (longest, longest_key) == (max(lengths), max(key_lengths)), "rubbish, or too much memory"

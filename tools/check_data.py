@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         num_eval += len(data.eval)
         num_bad += data.report.num_bad
     if num_bad > args.max_bad_rows:  # each data set alone is below the limit
-        wrong.append(f"{num_bad} rows are bad, more than --max_bad_rows {args.max_bad_rows}; mend them")
+        wrong.append(f"{num_bad} rows are bad, more than --max_bad_rows {args.max_bad_rows}; fix them")
     if wrong:
         reasons = "; ".join(text.splitlines()[0].removesuffix(" The first:") for text in wrong)
         CONSOLE.print(Text.assemble("\n", ("not ok:", "bold red"), f" {reasons}"))

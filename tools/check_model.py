@@ -61,13 +61,13 @@ Rows = list[list[int]]
 class CheckModelArguments(TokenizerArguments):
     """The model and the scope of the checks."""
 
-    path: str = flag(REQUIRED, "the model, a folder or a hub name; as the first word it needs no --path")
+    path: str = flag(REQUIRED, "the model: a folder or a hub name; may be given first, without --path")
     dtype: str = flag("fp32", "weights and activations; fp32 shows errors best", choices=("fp32", "bf16"))
     tp_sizes: list[int] = flag(
         [], f"tensor-parallel sizes; empty: those up to {MAX_DEFAULT_SIZE} that work, 1: none", low=1
     )
-    max_new_tokens: int = flag(16, "tokens of a continuation at most", low=1)
-    plugins: list[str] = flag([], "modules to import first: a tensor-parallel plan of your own, for one")
+    max_new_tokens: int = flag(16, "maximum tokens of a continuation", low=1)
+    plugins: list[str] = flag([], "Python modules to import first, such as your tensor-parallel plan")
 
 
 class Finding(NamedTuple):
@@ -203,7 +203,7 @@ def check_logprobs(model: PreTrainedModel, rows: Rows, num_tokens: int) -> Itera
     expected = torch.cat([logprobs_of(logits, row[1:]) for logits, row in zip(plain, rows, strict=True)])
     tolerance = tolerance_of(model.dtype, float(torch.cat(plain).abs().max()))
     for form, numbers in own.items():
-        yield compare(form, numbers, expected, tolerance, "PPO's ratios and KL are differences of these")
+        yield compare(form, numbers, expected, tolerance, "PPO's ratios and KL depend on their differences")
 
 
 @torch.inference_mode()
@@ -232,7 +232,7 @@ def check_generation(
     expected = logprobs_of(logits, torch.cat(responses))
     tolerance = tolerance_of(model.dtype, float(logits.abs().max()))
     yield likeliest_finding(logits.log_softmax(-1).amax(-1) - expected, max(TIE, tolerance))
-    why = "the sampler's and the scorer's numbers meet in PPO's ratio"
+    why = "PPO's ratio compares the sampler's with the scorer's"
     yield compare("their log-probabilities", torch.cat(sampled), expected, tolerance, why)
 
 
@@ -241,7 +241,7 @@ def likeliest_finding(gaps: torch.Tensor, tie: float) -> Finding:
     logit to the largest, and a difference below `tie` is a tie.
     """
     num_right = int((gaps < tie).sum())  # NaN is not a tie
-    text = f"{num_right} of {len(gaps)} tokens are transformers' likeliest: a logit is at most"
+    text = f"{num_right} of {len(gaps)} tokens are transformers' likeliest: their logits are at most"
     text += f" {float(gaps.max()):.1e} lower, less than {tie:.1e} is a tie"
     return Finding("cached decoding", text, num_right == len(gaps))
 

@@ -24,7 +24,7 @@ from common.programs import startup
 from common.ranks import distributed
 from common.ranks.failures import first_line
 from tools.memory_plan import TRAINING, Holdings, MemoryPlan
-from tools.planned_run import HERE, PlanArguments, Run, build_run, read_models, read_run
+from tools.planned_run import THIS_MACHINE, PlanArguments, Run, build_run, read_models, read_run
 from tools.step_flags import STEP_NAMES, parse_step_args
 from tools.traffic_plan import is_recomputed, plan_traffic
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     startup.quiet_libraries()
     problems = Problems()
     args = parse_step_args(PlanArguments, argv, description=__doc__.splitlines()[0], problems=problems)
-    if args.gpu == HERE:
+    if args.gpu == THIS_MACHINE:
         return plan_start(args, problems)
     run = read_run(args, problems)
     memory = MemoryPlan(run)
@@ -64,7 +64,7 @@ def plan_start(args: Any, problems: Problems) -> None:
         return
     print("\n".join(lines), flush=True)
     if not memory.fits:
-        cure = "make the change, or start it all the same: NO_PLAN=1, --no_plan of train.py"
+        cure = "apply the change, or start anyway with NO_PLAN=1, or --no_plan of train.py"
         print(f"error: step {args.stage} was not started; {cure}", file=sys.stderr)
         raise SystemExit(2)
 
@@ -161,7 +161,7 @@ def verdict_lines(run: Run, memory: MemoryPlan) -> list[str]:
         verdict = f"does not fit: a machine's CPU memory, {gib(needed)} GiB of {known:.2f}"
     changes = find_changes(run)
     if changes is None:
-        return [verdict, "no flags together make it fit: take more GPUs or a smaller model"]
+        return [verdict, "no combination of flags makes it fit: use more GPUs or a smaller model"]
     left = MemoryPlan(apply(run, changes)).left
     flags = {name: value for change in changes for name, value in change.flags.items()}
     words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in flags.items()]
@@ -171,7 +171,7 @@ def verdict_lines(run: Run, memory: MemoryPlan) -> list[str]:
 
 def traffic_lines(run: Run) -> list[str]:
     """Bytes that a rank receives in each phase of a step."""
-    rows = [["a rank receives in a step, GiB", "in its machine", "from others", "from and to the CPU"]]
+    rows = [["received per rank and step, GiB", "in its machine", "from others", "from and to the CPU"]]
     rows += [[name, *map(gib, asdict(phase).values())] for name, phase in plan_traffic(run).items()]
     return grid(rows)
 
@@ -181,18 +181,17 @@ def assumption_lines(run: Run) -> list[str]:
     args = run.args
     cpu = f"{args.cpu_memory_gib:g} GiB" if args.cpu_memory_gib else "not known, so not checked"
     lines = [
-        f"CPU memory {cpu}; attention as transformers has it for the family, without flash-attn",
-        f"sequences are full: {run.length} tokens; a pass has {run.tokens_per_pass:,}, one without gradients "
-        f"{run.tokens_per_score:,}, and an optimizer step "
-        f"passes: {run.num_micro_batches}",
+        f"CPU memory {cpu}; attention of transformers for the family, without flash-attn",
+        f"sequences are full: {run.length} tokens; a pass has {run.tokens_per_pass:,} tokens, one without "
+        f"gradients {run.tokens_per_score:,}; passes per optimizer step: {run.num_micro_batches}",
     ]
     if run.actor:
-        again = "are computed again" if is_recomputed(run) else "are the sampler's"
+        again = "are recomputed" if is_recomputed(run) else "are the sampler's"
         way = "gathered layer by layer" if run.gathers_by_layer else f"by replicas of {run.tp_size}"
         lines += [
             f"generation {way}: {run.num_slots} sequences at a time, slots of {run.length} tokens",
             f"log-probabilities at rollout {again} (--old_logprobs {args.old_logprobs})",
-            "no unsupervised text, no evaluation, no reward but models'",
+            "no unsupervised text, no evaluation, no rewards other than models",
         ]
     return ["assumed", *(f"  {line}" for line in lines)]
 
@@ -249,17 +248,17 @@ def candidate_changes(run: Run) -> Iterator[Change]:
     roles = [f"{role.name}_" if is_ppo else "" for role in run.roles if role.spec.is_trained]
     fewer = "fewer sequences at a time"
     if is_ppo and args.enable_hybrid_engine:
-        yield Change({"release_inference_cache": True}, "the cache is built every time")
+        yield Change({"release_inference_cache": True}, "the KV cache is allocated for every rollout")
     if args.dtype == "fp32" and not run.is_cpu:
         # A GPU whose default is fp32 does not support bf16; fp16 has a loss scaler.
-        yield Change({"dtype": "fp16"}, "16 bits: rounder numbers, and faster")
+        yield Change({"dtype": "fp16"}, "16 bits: less precise, but faster")
     recompute = {f"{role}gradient_checkpointing": True for role in roles}
     yield Change(recompute, "a third more arithmetic in training")
     cap = args.max_tokens_per_micro_batch
     no_other: dict[str, Any] = {}
     if is_ppo and args.max_tokens_per_scoring_pass not in (0, cap):
         no_other = {"max_tokens_per_scoring_pass": 0}
-        yield Change(no_other, "smaller passes for scores")
+        yield Change(no_other, "smaller scoring passes")
     if cap:
         for n in halvings(cap, run.row_length):
             yield Change({"max_tokens_per_micro_batch": n} | no_other, "more and smaller passes")
@@ -277,13 +276,13 @@ def candidate_changes(run: Run) -> Iterator[Change]:
             yield Change({flag: True}, "its weights come from the CPU at every step")
     for stage in (1, 2, 3):
         if stage > run.roles[0].zero.stage:
-            yield Change({f"{role}zero_stage": stage for role in roles}, "more is sent")
+            yield Change({f"{role}zero_stage": stage for role in roles}, "more communication")
     for what in ("optimizer", "all"):
         yield Change({"offload": what}, "Adam runs on the CPU: slow")
     for n in working_tp_sizes(run.actor.model.plain) if run.actor else ():
         if args.inference_tp_size < n <= args.num_gpus:
-            yield Change({"inference_tp_size": n, "enable_hybrid_engine": True}, "ranks generate together")
-    yield Change({f"{role}lora_dim": 64 for role in roles}, "trains adapters only: another result")
+            yield Change({"inference_tp_size": n, "enable_hybrid_engine": True}, "tensor-parallel generation")
+    yield Change({f"{role}lora_dim": 64 for role in roles}, "trains adapters only: different results")
 
 
 def _in_parts(args: Any, size_flag: str, count_flag: str, cost: str) -> Iterator[Change]:

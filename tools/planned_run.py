@@ -23,14 +23,21 @@ from common.generation.generate import DEFAULT_SLOTS
 from common.generation.resharding import Route, TPLayout, group_by_layers, plan_weight
 from common.generation.tp_plans import Cut, NoPlan, build_cuts
 from common.models.attention import backbone_of, takes_own_kernels
-from common.models.four_bit import refusals
+from common.models.four_bit import incompatible_flags
 from common.models.loading import DTYPES, plain_model
 from common.models.lora import LoraOptions, build_lora, linear_module_names, trained_weights
 from common.models.model_flops import DEVICES
 from common.models.saved_adapters import base_of
 from common.programs import model_checks, startup
 from step3_ppo.algorithms import find_algorithm
-from step3_ppo.build_roles import BaseKey, RoleSpec, build_role_specs, describe_bases, fill_ranks
+from step3_ppo.build_roles import (
+    BaseKey,
+    RoleSpec,
+    build_role_specs,
+    default_critic,
+    describe_bases,
+    fill_ranks,
+)
 from step3_ppo.checks import check_flags
 from step3_ppo.rewards.reward_specs import RewardSpec, parse_rewards
 from tools.step_flags import StageArguments
@@ -141,7 +148,7 @@ def plan_switch(
 
 Models = dict[str, PlannedModel]  # by role, without adapters
 
-HERE = "here"
+THIS_MACHINE = "here"
 WITHOUT_BF16 = ("cpu", "t4-16g")  # devices whose default precision is fp32
 
 
@@ -151,12 +158,12 @@ class PlanArguments(StageArguments):
 
     gpu: str = flag(
         "h100-80g",
-        "kind of device; here: that of this machine, and what cannot be planned stops nobody",
-        choices=(*DEVICES, HERE),
+        "kind of device; here: that of this machine, and a run that cannot be planned starts anyway",
+        choices=(*DEVICES, THIS_MACHINE),
     )
-    num_gpus: int = flag(1, "GPUs, or CPU processes, of each machine", low=1)
+    num_gpus: int = flag(1, "GPUs, or CPU processes, per machine", low=1)
     num_nodes: int = flag(1, "machines", low=1)
-    gpu_memory_gib: float = flag(0.0, "memory of a GPU; 0: what --gpu has", low=0)
+    gpu_memory_gib: float = flag(0.0, "memory of a GPU; 0: that of --gpu", low=0)
     cpu_memory_gib: float = flag(0.0, "CPU memory of a machine; 0: not known, so not checked", low=0)
 
 
@@ -327,13 +334,13 @@ def build_run(args: Any, models: Models, problems: Problems) -> Run | None:
     startup.check_offload(args, args.dtype, problems)
     check_optimizer(args, args.dtype, problems)
     if args.stage == 3:
-        args = with_critic(args)
+        args = replace(args, critic_model_name_or_path=default_critic(args))
         fill_ranks(args, problems)
         check_flags(args, args.num_gpus * args.num_nodes, args.dtype, problems)
     specs = find_specs(args, problems)
     describe_bases(args, specs, problems)
-    for refusal in refusals(args, is_planned=True):
-        problems.add(refusal)
+    for problem in incompatible_flags(args, is_planned=True):
+        problems.add(problem)
     if problems.messages:
         return None
     with problems.catch():
@@ -344,7 +351,9 @@ def build_run(args: Any, models: Models, problems: Problems) -> Run | None:
 def read_models(args: Any, problems: Problems) -> Models:
     """Models by role; adds the problems of their paths."""
     models: dict[tuple[str, bool], PlannedModel | None] = {}
-    specs = find_specs(with_critic(args) if args.stage == 3 else args, problems)
+    if args.stage == 3:
+        args = replace(args, critic_model_name_or_path=default_critic(args))
+    specs = find_specs(args, problems)
     for spec in specs:
         if (spec.path, spec.is_value_model) not in models:
             models[spec.path, spec.is_value_model] = read_model(args, spec, problems)
@@ -371,13 +380,6 @@ def read_model(args: Any, spec: RoleSpec, problems: Problems) -> PlannedModel | 
     except ValueError as error:
         problems.add(f"{spec.flag} {spec.path}: {error}")
     return None
-
-
-def with_critic(args: Any) -> Any:
-    """A copy of the flags of step 3, with the default critic of a run with rewards."""
-    has_reward = bool(args.reward or args.environment)
-    default = args.actor_model_name_or_path if has_reward else ""
-    return replace(args, critic_model_name_or_path=args.critic_model_name_or_path or default)
 
 
 def find_specs(args: Any, problems: Problems) -> list[RoleSpec]:

@@ -111,13 +111,13 @@ def plan_times(run: Run, machines: Machines = H100) -> dict[str, PhaseTime]:
         else:
             role = next((role for role in run.roles if role.name == role_name), run.roles[0])
             is_training = verb == "train"
-            time.arithmetic = _pass_flops(run, role, is_training=is_training) / _reached(machines)
+            time.arithmetic = _pass_flops(run, role, is_training=is_training) / _achieved_flops(machines)
             time.hops = _gather_hops(run, role, machines, is_training=is_training)
         times[name] = time
     return times
 
 
-def _reached(machines: Machines) -> float:
+def _achieved_flops(machines: Machines) -> float:
     return machines.flops * machines.arithmetic_share
 
 
@@ -201,7 +201,7 @@ def _add_generation(run: Run, time: PhaseTime, machines: Machines) -> None:
     answer = args.max_answer_seq_len
     batches = args.generation_batches
     reading = flops.of_pass(num_prompts * prompt, num_prompts * prompt**2, num_prompts, is_training=False)
-    time.arithmetic = batches * reading / t / _reached(machines)
+    time.arithmetic = batches * reading / t / _achieved_flops(machines)
     slots = min(run.num_slots, num_samples)
     steps = batches * math.ceil(num_samples / slots) * (answer - 1)
     lengths = torch.full((num_prompts,), prompt), torch.full((num_samples,), answer)
@@ -209,7 +209,7 @@ def _add_generation(run: Run, time: PhaseTime, machines: Machines) -> None:
     weights = (flops.body + flops.head) * run.num_bytes / t
     keys = slots * (prompt + answer / 2) * kv_bytes_per_token(model.plain.config, run.num_bytes, t)
     read = steps * (weights + keys) / (machines.memory * machines.memory_share)
-    time.memory = max(read, batches * decoding / t / _reached(machines))
+    time.memory = max(read, batches * decoding / t / _achieved_flops(machines))
     time.kernels = steps * model.num_layers * machines.layer_seconds
     stride = 1 if run.has_contiguous_groups else run.num_ranks // t
     time.hops = steps * (2 * model.num_layers + 2) * tree_seconds(run, t, machines, stride)

@@ -6,7 +6,7 @@
     of which from other machines               (machines - 1) / machines M / ranks of a machine
     ZeRO 0, 1, 2                               all-reduce of gradients, under 2 per micro-batch; under 1 and 2
                                                an all-gather of weights
-    ZeRO 3, each micro-batch                   two all-gathers of weights, of some three (gathers_of_pass), a
+    ZeRO 3, each micro-batch                   two all-gathers of weights, three of some (gathers_of_pass), a
                                                reduce-scatter of gradients
     hybrid switch                              (N - t) / (N t) M and more, see generation/resharding.py
     a token that replicas of t process         2 all-reduces per layer, one of its embedding; if the next is
@@ -113,10 +113,10 @@ def gathers_of_pass(role: Role) -> float:
     matrices = {name: p.numel() for name, p in role.model.module.named_parameters() if p.dim() > 1}
     thrice = 0
     for names in group_by_layers(list(matrices), 1):
-        behind = 0  # elements of its layer's later weights
+        later_elements = 0  # elements of its layer's later weights
         for name in reversed(names):
-            thrice += matrices[name] if 2 * behind > distance else 0
-            behind += matrices[name]
+            thrice += matrices[name] if 2 * later_elements > distance else 0
+            later_elements += matrices[name]
     return 2 - min(distance / 3 / size, 1.0) + thrice / size
 
 
@@ -143,8 +143,8 @@ def plan_switch(run: Run) -> Phase:
 
 
 def plan_generation(run: Run) -> Phase:
-    """Phase of reading all prompts and all token steps of a replica, every response at full length: its first
-    token is sampled from the prompt's logits, its last one is not processed.
+    """Phase of a replica's prefill and decoding, every response at full length: its first token is sampled
+    from the prompt's logits, its last one is not processed.
     """
     phase = Phase()
     args = run.args
@@ -154,13 +154,13 @@ def plan_generation(run: Run) -> Phase:
     num_samples = num_prompts * args.num_samples_per_prompt
     rounds = math.ceil(num_samples / run.num_slots)
     if run.gathers_by_layer:
-        readings = math.ceil(num_prompts * args.max_prompt_seq_len / PREFILL_TOKENS)
-        passes = max(readings, rounds) + rounds * (args.max_answer_seq_len - 1)
+        prefill_passes = math.ceil(num_prompts * args.max_prompt_seq_len / PREFILL_TOKENS)
+        passes = max(prefill_passes, rounds) + rounds * (args.max_answer_seq_len - 1)
         phase.gather_weights(run, run.actor, passes * args.generation_batches)
     sums = 2 * (2 * model.num_layers + 1) * model.hidden_size  # per token, by all-reduces
     num_sampled_from = num_prompts + num_samples * (args.max_answer_seq_len - 1)
-    num_read = num_sampled_from + num_prompts * (args.max_prompt_seq_len - 1)
-    num_bytes = (num_read * sums + num_sampled_from * model.head.weight.shape[0]) * run.num_bytes
+    num_processed = num_sampled_from + num_prompts * (args.max_prompt_seq_len - 1)
+    num_bytes = (num_processed * sums + num_sampled_from * model.head.weight.shape[0]) * run.num_bytes
     stride = 1 if run.has_contiguous_groups else run.num_ranks // t
     phase.gather(run, t, num_bytes * args.generation_batches, stride=stride)
     return phase

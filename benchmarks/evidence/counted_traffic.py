@@ -35,7 +35,7 @@ MAX_RESPONSE = 8  # random weights do not end a response earlier
 # As for a model larger than these bounds of ZeRO 3: all weights are sharded, none is kept for its next use,
 # and none is prefetched before its previous use is over.
 BOUNDS = ("param_persistence_threshold", "max_reuse_distance", "prefetch_bucket_size")
-LIKE_LARGE = {"zero_optimization": {f"stage3_{bound}": 0 for bound in BOUNDS}}
+NO_BOUNDS = {"zero_optimization": {f"stage3_{bound}": 0 for bound in BOUNDS}}
 PPO = {
     "max_prompt_seq_len": MAX_PROMPT,
     "max_answer_seq_len": MAX_RESPONSE,
@@ -204,7 +204,7 @@ def count_all(cases: list[str], sizes: list[int]) -> list[dict[str, Any]]:
         for name, kind in kinds.items():
             kind(small_llama_config(num_labels=1, **SIZES)).save_pretrained(f"{folder}/{name}")
             build_tokenizer().save_pretrained(f"{folder}/{name}")
-        Path(folder, "ds.json").write_text(json.dumps(LIKE_LARGE))
+        Path(folder, "ds.json").write_text(json.dumps(NO_BOUNDS))
         for num_ranks in sizes:
             counted = start_ranks(_count_cases, num_ranks, cases, folder)
             for case in cases:

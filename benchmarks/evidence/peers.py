@@ -45,8 +45,8 @@ NUM_STEPS = 60
 SIZE = {"hidden_size": 128, "intermediate_size": 352}
 RATES = {"sft": 2e-3, "reward": 3e-4, "dpo": 1e-4, "kto": 1e-4}
 WEIGHT_DECAY = 0.1
-PAIRED_ALIKE = "kto, KL term as TRL's"  # our run with TRL's pairing, to see whether anything else differs
-FED = {task: f"{task}, TRL's rollouts" for task in ("grpo", "ppo")}
+KTO_WITH_TRL_PAIRS = "kto, KL term as TRL's"  # with TRL's pairing, to see whether anything else differs
+ON_TRL_ROLLOUTS = {task: f"{task}, TRL's rollouts" for task in ("grpo", "ppo")}
 # Prompts per step, responses per prompt, optimizer steps per step.
 SAMPLED = {"grpo": (16, 4, 1), "ppo": (32, 1, 4)}
 NUM_RL_STEPS = 40
@@ -55,7 +55,7 @@ KL_COEF = 0.05
 MAX_PROMPT = 64
 MAX_RESPONSE = 32
 ROUNDING = 1e-8  # lower bound of plotted differences
-MOST_POINTS = 50  # of a committed curve
+MAX_POINTS = 50  # of a committed curve
 LAST = 10  # steps that a reported score is averaged over
 # Metric that a task's sides are compared by, ours and TRL's.
 METRICS = {
@@ -65,8 +65,8 @@ METRICS = {
     "kto": ("kto/loss", "loss"),
     "grpo": ("objective/score", "reward"),
     "ppo": ("objective/score", "objective/scores"),
-    FED["grpo"]: ("policy/kl_loss", "kl"),
-    FED["ppo"]: ("objective/kl", "objective/kl"),
+    ON_TRL_ROLLOUTS["grpo"]: ("policy/kl_loss", "kl"),
+    ON_TRL_ROLLOUTS["ppo"]: ("objective/kl", "objective/kl"),
 }
 Sides = dict[str, list[float]]  # ours and TRL's metric by step
 
@@ -117,7 +117,7 @@ class Seed:
             self.folder / "reward"
         )
         results |= {task: self.train(task) for task in ("dpo", "kto")}
-        results[PAIRED_ALIKE] = results["kto"] | {
+        results[KTO_WITH_TRL_PAIRS] = results["kto"] | {
             "ours": self.train_ours("kto", pair_as_trl(self.rows["kto"]))
         }
         results["reward"] = self.train("reward", "reward", "value")
@@ -134,7 +134,7 @@ class Seed:
     def train_ours(self, task: str, rows: list[dict[str, Any]], *kept: str) -> list[float]:
         """Our metrics; the rows are trained on in their order."""
         model = self.folder / ("reward" if task == "reward" else "policy")
-        with tempfile.TemporaryDirectory() as output_dir, as_they_stand():
+        with tempfile.TemporaryDirectory() as output_dir, in_stored_order():
             trainer, batches = build_ours(
                 task,
                 rows,
@@ -168,13 +168,16 @@ class Seed:
         history, rollouts = self.run_trl(task, prompts, options, **sizes)
         if rollouts:
             prompts = number_rows(ids for of in rollouts for ids in of["prompts"][::num_samples])
-        with as_they_stand():
+        with in_stored_order():
             results = {task: trl_metrics(task, history) | {"ours": self.steps(task, prompts)}}
         if rollouts:
             turns = iter(rollouts)
-            with as_they_stand(), mock.patch.object(Actor, "generate", lambda *_, **__: lay_out(next(turns))):
-                ours = self.steps(task, prompts, FED[task], old_logprobs="recompute")
-            results[FED[task]] = trl_metrics(FED[task], history) | {"ours": ours}
+            with (
+                in_stored_order(),
+                mock.patch.object(Actor, "generate", lambda *_, **__: as_generation(next(turns))),
+            ):
+                ours = self.steps(task, prompts, ON_TRL_ROLLOUTS[task], old_logprobs="recompute")
+            results[ON_TRL_ROLLOUTS[task]] = trl_metrics(ON_TRL_ROLLOUTS[task], history) | {"ours": ours}
         return results
 
     def steps(self, task: str, prompts: list[dict[str, Any]], name: str = "", **flags: Any) -> list[float]:
@@ -227,7 +230,7 @@ def trl_metrics(task: str, history: list[dict[str, Any]]) -> Sides:
     return {"trl": values} if history else {}
 
 
-def as_they_stand() -> Any:
+def in_stored_order() -> Any:
     """Context in which batches have the rows in their order."""
     return mock.patch.object(EpochOrder, "epoch", lambda self, _: np.arange(self.num_rows))
 
@@ -237,7 +240,7 @@ def number_rows(prompts: Iterable[Sequence[int]]) -> list[dict[str, Any]]:
     return [{"row_id": str(row_id), "input_ids": list(ids)} for row_id, ids in enumerate(prompts)]
 
 
-def lay_out(rollout: dict[str, list[list[int]]]) -> Generation:
+def as_generation(rollout: dict[str, list[list[int]]]) -> Generation:
     """TRL's responses as our `Generation`, without log-probabilities."""
     ids, mask = pad_rows(rollout["responses"], PAD)
     is_finished = torch.tensor([of[-1] == EOS for of in rollout["responses"]])
@@ -321,7 +324,7 @@ def draw(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Curve]]:
     panels = {}
     differences = {}
     for task, rows in runs.items():
-        name = "kl" if task in FED.values() else "loss"
+        name = "kl" if task in ON_TRL_ROLLOUTS.values() else "loss"
         title = f"{task}: {name}, seed {rows[0]['seed']}"
         shown = rows[:1]
         if task in SAMPLED:
@@ -340,10 +343,10 @@ def draw(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Curve]]:
 
 
 def shorten(curves: dict[str, Curve]) -> dict[str, Any]:
-    """Steps and values of a panel's curves, at most MOST_POINTS each."""
+    """Steps and values of a panel's curves, at most MAX_POINTS each."""
     shortened = {}
     for name, curve in curves.items():
-        stride = math.ceil(len(curve.values) / MOST_POINTS)
+        stride = math.ceil(len(curve.values) / MAX_POINTS)
         values = [round(value, DIGITS) for value in curve.values[::stride]]
         shortened[name] = {"steps": curve.steps[::stride], "values": values}
     return shortened

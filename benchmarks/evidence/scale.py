@@ -30,8 +30,8 @@ RANKS = (2, 4, 8, 16)
 NUM_PROMPTS = 1024
 PROMPT_TOKENS = 1024
 RESPONSE_TOKENS = 1024
-MOST_ROWS = 8  # per micro-batch
-MOST_SLOTS = 128  # per replica
+MAX_ROWS = 8  # per micro-batch
+MAX_SLOTS = 128  # per replica
 NUM_TP_SIZES = 3  # number of sizes to try
 QUICK_CASES = ["SFT, ZeRO 2", "PPO, ZeRO 3, t = 2"]
 TOLERANCE = 0.02  # relative to the planned bytes
@@ -161,8 +161,8 @@ def take_largest(path: str, num_gpus: int, flags: dict[str, Any]) -> dict[str, A
     """The flags with the most slots, and then the largest micro-batches, that fit."""
     rows = NUM_PROMPTS // num_gpus
     largest = {
-        "generation_slots": min(MOST_SLOTS, rows * flags["inference_tp_size"]),
-        "per_device_training_batch_size": min(MOST_ROWS, rows),
+        "generation_slots": min(MAX_SLOTS, rows * flags["inference_tp_size"]),
+        "per_device_training_batch_size": min(MAX_ROWS, rows),
     }
     chosen = flags | dict.fromkeys(largest, 1)
     for name, size in largest.items():

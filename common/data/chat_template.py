@@ -86,13 +86,14 @@ class ChatTemplate(Template):
         if end.strip():
             raise OtherEndOfTurn(
                 token if end.strip().startswith(token) and token in self.tokenizer.get_added_vocab() else "",
-                f"--template chat ends a turn by {end.strip()!r}, but the tokenizer's eos is "
-                f"{self.eot_token!r}, so generation would not stop there; pass that token by --eot_token",
+                f"--template chat ends a turn with {end.strip()!r}, but the tokenizer's eos is "
+                f"{self.eot_token!r}, so generation would not stop there; pass that token as --eot_token",
             )
         if token != self.eot_token and token in self.tokenizer.get_added_vocab():
             raise ValueError(
-                f"--template chat ends no turn of the assistant, and the tokenizer's eos {self.eot_token!r} "
-                f"is not what follows one; pass --eot_token '{token}', which begins the next turn"
+                f"--template chat writes no end of the assistant's turns, and the tokenizer's eos "
+                f"{self.eot_token!r} does not follow them; pass --eot_token '{token}', which begins the next "
+                "turn"
             )
 
     @property
@@ -112,7 +113,7 @@ class ChatTemplate(Template):
     ) -> list[Segment]:
         """See `Template.segments`. Every segment is cut out of the text that the template renders."""
         if reply is None:
-            return [Segment(self._ask(prompt, tools), False)]
+            return [Segment(self._render_question(prompt, tools), False)]
         whole = (*prompt, reply)
         learned = [i for i, m in enumerate(prompt) if m.role == "assistant" and m.is_learned]
         pieces: list[Segment] = []
@@ -120,18 +121,18 @@ class ChatTemplate(Template):
         for turn in [*(learned if learn_all_turns else []), len(prompt)]:
             context, learnt = self._last_turn(whole[: turn + 1], tools)
             if not context.startswith(done):
-                raise RewritesPast("the chat template shows earlier turns in another form once one follows")
+                raise RewritesPast("the chat template renders a turn differently once another follows")
             pieces += [Segment(context[len(done) :], False), Segment(learnt, True)]
             done = context + learnt
         return pieces
 
-    def _ask(self, prompt: Sequence[Message], tools: str) -> str:
+    def _render_question(self, prompt: Sequence[Message], tools: str) -> str:
         """The text of a prompt, with the generation prompt. Raises BadRow if it lacks a part of the row."""
         text = self._render(prompt, tools, add_generation_prompt=True)
         names = [tool_name(tool) for tool in json.loads(tools or "[]")]
         names += [name for message in prompt for name in called_tools(message)]
-        parts = [("a text of the user", message.content) for message in prompt if message.role == "user"]
-        self._check_shown(parts + [("a tool or a call of one", name) for name in names], text)
+        parts = [("a message of the user", message.content) for message in prompt if message.role == "user"]
+        self._check_shown(parts + [("a tool or a tool call", name) for name in names], text)
         return text
 
     def _last_turn(self, conversation: Sequence[Message], tools: str) -> tuple[str, str]:
@@ -140,13 +141,14 @@ class ChatTemplate(Template):
         Raises BadRow if the rendered reply does not follow the generation prompt, or is incomplete.
         """
         *prompt, reply = conversation
-        asked = self._ask(prompt, tools)
+        asked = self._render_question(prompt, tools)
         shown = self._render(conversation, tools)
         if not shown.startswith(asked):
             at = len(commonprefix([asked, shown]))
             raise BadRow(
-                f"the chat template asks for a reply by {asked[at:]!r} where it shows this one as "
-                f"{shown[at : at + 40]!r}, so it would never be asked for; {self._cure(conversation, shown)}"
+                f"the chat template's generation prompt is {asked[at:]!r}, but it renders this reply as "
+                f"{shown[at : at + 40]!r}, which generation would never produce; "
+                f"{self._cure(conversation, shown)}"
             )
         text = shown[len(asked) :]
         thought, _, said = reply.content.rpartition("</think>")
@@ -181,14 +183,14 @@ class ChatTemplate(Template):
     def _check_shown(self, parts: Sequence[tuple[str, str]], text: str) -> None:
         for name, part in parts:
             if self._without_eot(part).strip() not in text:
-                raise BadRow(f"the chat template does not show {name}: {part.strip()[:40]!r}")
+                raise BadRow(f"the chat template omits {name}: {part.strip()[:40]!r}")
 
     def _text_after_reply(self, messages: Sequence[Message]) -> str:
-        after = self._ask((*EXCHANGE, *messages), "").partition(EXCHANGE[1].content)[2]
+        after = self._render_question((*EXCHANGE, *messages), "").partition(EXCHANGE[1].content)[2]
         _, end, text = after.partition(self.eot_token)
         if not end:
             raise BadRow(
-                f"the chat template does not end an earlier reply by {self.eot_token!r}, so a conversation "
+                f"the chat template does not end an earlier reply with {self.eot_token!r}, so a conversation "
                 "cannot continue after a reply"
             )
         return text
@@ -221,8 +223,8 @@ class ChatTemplate(Template):
     def _turn(self, message: Message) -> dict[str, Any]:
         """A message as the template expects it: a turn of a row unchanged, other texts stripped."""
         content = self._without_eot(message.content) if message.role == "assistant" else message.content
-        is_to_the_letter = isinstance(message, Turn)
-        turn = message.as_dict() | {"content": content if is_to_the_letter else content.strip()}
+        is_verbatim = isinstance(message, Turn)
+        turn = message.as_dict() | {"content": content if is_verbatim else content.strip()}
         if self._thought_key and "reasoning_content" in turn:
             turn[self._thought_key] = turn.pop("reasoning_content")
         return turn

@@ -73,8 +73,8 @@ class DataOptions:
             share = parse_data_split(self.data_split)[self.stage - 1]
             if share == 0 and self.data_path and not (self.stage == 1 and self.sft_only_data_path):
                 problems.append(
-                    f"--data_split {self.data_split} leaves nothing to step {self.stage}; make its number "
-                    f"{self.stage} more than 0"
+                    f"--data_split {self.data_split} leaves no rows for step {self.stage}; raise share "
+                    f"{self.stage} above 0"
                 )
         except ValueError as error:
             problems.append(str(error))
@@ -86,7 +86,7 @@ class DataOptions:
             name, _, own = part.partition("=")
             if not own or name not in FORM_COLUMNS:
                 problems.append(
-                    f"--columns {part}: give NAME=COLUMN, where COLUMN is of the rows and NAME one of "
+                    f"--columns {part}: give NAME=COLUMN, where COLUMN is in the rows and NAME is one of "
                     f"{', '.join(sorted(FORM_COLUMNS))}"
                 )
         return problems
@@ -135,23 +135,25 @@ def check_sources(options: DataOptions, tokenizer: Any = None) -> list[str]:
     library's cache.
     """
     problems = options.problems()
-    last_of_a_form = 0
+    last_form_problem = 0
     for path in dict.fromkeys([*options.data_path, *options.sft_only_data_path]):
         flag = "--data_path" if path in options.data_path else "--sft_only_data_path"
         try:
             source = options.load_source(path, tokenizer, NUM_READ)
             asks_hub = source.needs_hub and not hub_data.is_offline()
-            of_source = [] if asks_hub else _row_problems(source, options)
-            if of_source and isinstance(source.adapter, AnyForm):
-                last_of_a_form = len(problems) + len(of_source)
+            source_problems = [] if asks_hub else _row_problems(source, options)
+            if source_problems and isinstance(source.adapter, AnyForm):
+                last_form_problem = len(problems) + len(source_problems)
         except NoTokenizer:
             continue
         except (ValueError, OSError) as error:
-            of_source = [str(error) if "--data_path" in str(error) else f"--data_path {path}: {error}"]
-        problems += [problem.replace("--data_path", flag, 1) for problem in of_source]
-    if last_of_a_form:  # stated once, even if several sources are wrong
+            source_problems = [str(error) if "--data_path" in str(error) else f"--data_path {path}: {error}"]
+        problems += [problem.replace("--data_path", flag, 1) for problem in source_problems]
+    if last_form_problem:  # stated once, even if several sources are wrong
         forms = accepted_forms(options.stage, is_unpaired=options.is_unpaired)
-        problems[last_of_a_form - 1] += f"; step {options.stage} reads {forms}; docs/data.md has other names"
+        problems[last_form_problem - 1] += (
+            f"; step {options.stage} reads {forms}; other columns: see docs/data.md"
+        )
     return problems
 
 
@@ -160,14 +162,14 @@ def _row_problems(source: RawSource, options: DataOptions) -> list[str]:
     problems = []
     for rows in (source.train, source.eval):
         num_probed = 0 if rows is None else min(NUM_PROBED, len(rows))
-        reasons = [_why_not(source, rows, index, options) for index in range(num_probed)]
+        reasons = [_reason_unusable(source, rows, index, options) for index in range(num_probed)]
         if reasons and None not in reasons:
             place = f"{rows.location(0)}: {reasons[0]}"
             problems.append(f"--data_path {source.name}: the first rows cannot be used. {place}")
     return problems
 
 
-def _why_not(source: RawSource, rows: RawRows, index: int, options: DataOptions) -> BadRow | None:
+def _reason_unusable(source: RawSource, rows: RawRows, index: int, options: DataOptions) -> BadRow | None:
     """Why a row cannot be used in the step; None if it can."""
     try:
         examples = source.adapter.to_examples(rows[index])

@@ -46,7 +46,7 @@ class Template(ABC):
     name: str
     _form = ""  # everything besides the name that determines the text
     keeps_headers = False  # role headers must not be cut: rows are shortened by turns, see `shorten`
-    is_to_the_letter = False  # white space around a message is kept
+    is_verbatim = False  # white space around a message is kept
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         """Keep a private copy of the tokenizer's fast core, whose offsets are not trimmed."""
@@ -182,7 +182,7 @@ class HumanAssistantTemplate(Template):
     def chat_template(self) -> str:
         """The form as a chat template of transformers, with an end of turn after each answer."""
         bos = "" if self.bos_id is None else "{{- bos_token }}"
-        values = f"{json.dumps(self._LABELS)}, {json.dumps(self.is_to_the_letter)}"
+        values = f"{json.dumps(self._LABELS)}, {json.dumps(self.is_verbatim)}"
         return f"{{%- set labels, by_letter = {values} %}}{bos}\n{_JINJA.read_text().strip()}"
 
     def _segments(
@@ -232,7 +232,7 @@ class PlainTemplate(HumanAssistantTemplate):
     """A bare prompt and its continuation, both unchanged; dialogues of a row as Human:/Assistant:."""
 
     name = "plain"
-    is_to_the_letter = True
+    is_verbatim = True
 
     def _segments(
         self, prompt: tuple[Message, ...], reply: Message | None, learn_all_turns: bool, tools: str

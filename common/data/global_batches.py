@@ -1,8 +1,8 @@
 """Global batches whose rows depend only on the seed, distributed over the ranks.
 
 A step's rows are the next G of a seeded permutation, G = rows per micro-batch x accumulation x ranks. One
-rank, two ranks, accumulation and any cut into micro-batches thus see the same global batches, and a token
-mean over them is the same loss.
+rank, two ranks, accumulation and any split into micro-batches thus see the same global batches, with the same
+mean loss over their tokens.
 """
 
 from array import array
@@ -22,7 +22,7 @@ WINDOW_BATCHES = 32  # global batches sorted by length together: enough for almo
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Global batches of rows per micro-batch x accumulation x ranks, cut into micro-batches by rows."""
+    """Global batches of rows per micro-batch x accumulation x ranks, split into micro-batches by rows."""
 
     rows_per_micro_batch: int
     accumulation: int = 1
@@ -42,7 +42,7 @@ class RowPlan:
 
 
 class Groups:
-    """Rows with the same number, such as the pairs of a prompt; an epoch samples at most `max_rows` of each.
+    """Rows with the same number, such as the pairs of a prompt; an epoch samples at most `max_rows` of them.
 
     Held as arrays with one entry per row: lists of objects would take ten times the memory. Groups are
     numbered in the order of their first rows. All arrays are empty if no two rows share a number.
@@ -127,7 +127,7 @@ class EpochOrder:
         return self._rows[step * self.global_rows :][: self.global_rows].tolist()
 
     def rows_until(self, num_steps: int) -> list[int]:
-        """Rows of the first steps, ascending; all rows if they cover an epoch, unless epochs sample."""
+        """Rows of the first steps, ascending; all rows if they cover an epoch, unless epochs use a sample."""
         if num_steps >= len(self) and self.epoch_rows == self.num_rows:
             return list(range(self.num_rows))
         is_read = np.zeros(self.num_rows, dtype=bool)
@@ -162,7 +162,7 @@ class EpochOrder:
 class GlobalBatches:
     """Endless micro-batches of one rank: `next` returns those of the next optimizer step.
 
-    `num_drawn` counts these steps; a resumed run sets it without reading earlier rows. A row of a group has a
+    `num_taken` counts these steps; a resumed run sets it without reading earlier rows. A row of a group has a
     `weight`.
     """
 
@@ -177,7 +177,7 @@ class GlobalBatches:
         self.collate = collate
         self.order = order
         self.plan = plan
-        self.num_drawn = 0
+        self.num_taken = 0
 
     @classmethod
     def by_rows(
@@ -192,8 +192,8 @@ class GlobalBatches:
 
     def __next__(self) -> list[Any]:
         """This rank's collated micro-batches of the next step, epoch after epoch."""
-        rows = self.order.rows_of(self.num_drawn)
-        self.num_drawn += 1
+        rows = self.order.rows_of(self.num_taken)
+        self.num_taken += 1
         return [self.collate([self._read(row) for row in chosen]) for chosen in self.plan.cut(rows)]
 
     def _read(self, row: int) -> Any:
@@ -202,14 +202,13 @@ class GlobalBatches:
 
 
 def _ranges(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The numbers first, first + 1, ... of each range, end to end."""
+    """The numbers first, first + 1, ... of all ranges, concatenated."""
     return np.repeat(firsts - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
 
 
 def keep_together(counts: np.ndarray, size: int) -> np.ndarray:
-    """An order of groups of rows, `counts` of each, in which few groups cross a multiple of `size`: the
-    next one is the first group that still fits, or else the start of the first group. Positions of the rows,
-    end to end.
+    """Positions of the rows of groups, `counts` of each, in an order in which few groups cross a multiple of
+    `size`: the next group is the first that still fits, or else the beginning of the first one.
     """
     if not (counts > 1).any():
         return np.arange(len(counts))

@@ -92,11 +92,11 @@ def load_hub(name: str, config: str | None = None) -> tuple[RawRows, RawRows | N
             loaded = datasets.load_dataset(place.name, data_dir=folder, revision=_PARQUET_COPY)
     except Exception as error:  # error of `datasets`, OSError, ValueError, error of requests, ...
         cure = "check the name and the network, or give a local file or folder"
-        raise _refusal(name, error, cure) from error
+        raise _load_error(name, error, cure) from error
     return _parts(dict(loaded), name)
 
 
-def _refusal(source: str, error: Exception, cure: str) -> ValueError:
+def _load_error(source: str, error: Exception, cure: str) -> ValueError:
     """An error of `datasets` as a ValueError that names the source, or the configurations to choose from."""
     asked = re.search(r"among the available configs: (.+)", str(error))
     if asked:
@@ -124,7 +124,7 @@ def load_local(
     try:
         loaded = datasets.load_from_disk(folder) if is_saved else datasets.load_dataset(str(folder), config)
     except Exception as error:  # error of `datasets`, pyarrow or json
-        raise _refusal(str(path), error, "name a file in it") from error
+        raise _load_error(str(path), error, "name a file in it") from error
     return _parts(dict(loaded) if hasattr(loaded, "keys") else {"train": loaded}, str(path))
 
 

@@ -48,7 +48,7 @@ class PackedBatch:
 
         Asserts that there is at least one, that keys and their dtypes are equal, and that no id occurs twice.
         """
-        assert parts, "no batches to put end to end"
+        assert parts, "no batches to concatenate"
         keys = list(parts[0].data)
         assert all(part.data.keys() == parts[0].data.keys() for part in parts), "batches differ in their keys"
         data = {key: _join(key, [part.data[key] for part in parts]) for key in keys}

@@ -38,7 +38,7 @@ _EVAL_NAMES = {"eval", "evaluation", "test", "valid", "validation", "dev"}
 
 
 class RawRows:
-    """Rows by index, of one file or data set or of several."""
+    """Rows by index, from one or several files or data sets."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ def find_parts(path: Path) -> tuple[list[Path], list[Path]]:
         if extension_of(path) is None:
             raise ValueError(
                 f"--data_path {path}: the file type is unknown; the extension must be one of "
-                f"{', '.join(EXTENSIONS)}; a text is written as a line of JSON, such as "
+                f"{', '.join(EXTENSIONS)}; write texts as lines of JSON, such as "
                 '{"text": "..."}, in a .jsonl file'
             )
         return [path], []
@@ -215,7 +215,7 @@ def find_parts(path: Path) -> tuple[list[Path], list[Path]]:
         raise ValueError(
             f"--data_path {path}: the folder has no train* file ({', '.join(EXTENSIONS)}) and was not saved "
             f"by datasets.save_to_disk; found {', '.join(p.name for p in content[:5]) or 'nothing'}; name a "
-            "file itself, or call it train"
+            "file itself, or rename it to train"
         )
     return train, held_out
 
@@ -282,7 +282,7 @@ _READERS = {".parquet": rows_of_parquet, ".arrow": rows_of_arrow}
 
 
 def _open(path: Path) -> BinaryIO:
-    """The file, at the end of its byte order mark; a gzipped one unpacked to a temporary file."""
+    """The file, positioned after its byte order mark; a gzipped one decompressed to a temporary file."""
     file: BinaryIO = path.open("rb")
     if path.name.lower().endswith(".gz"):
         with gzip.open(file) as packed:

@@ -181,7 +181,7 @@ def _read_arguments(source: str, text: str) -> tuple[str, dict[str, Any]]:
         for part in text.split(","):
             argument = _ARGUMENT.fullmatch(part)
             if argument is None or argument[1] in given:
-                raise ValueError(f"{part!r} is {'there twice' if argument else 'no ARGUMENT=VALUE'}")
+                raise ValueError(f"{part!r} is {'given twice' if argument else 'not ARGUMENT=VALUE'}")
             given[argument[1]] = _value_of(argument[2])
         return "", given
     except (ValueError, RecursionError) as error:

@@ -25,7 +25,7 @@ from common.data.stage_rows import COLUMNS, Item, RowBuilder, build_row_fields
 from common.data.token_cache import DataReport, TokenTable, TokenWriter, build_cached
 from common.ranks import watchdog
 
-TELL_SECONDS = 5.0
+PROGRESS_SECONDS = 5.0
 NUM_SHOWN = 400  # characters shown of a row
 NOT_IN_KEY = ("data_path", "sft_only_data_path", "max_bad_rows", "cache_dir")  # without effect on the tokens
 CHUNK_ROWS = 1024  # rows tokenised together and written as one chunk
@@ -77,7 +77,7 @@ def preview_rows(options: DataOptions, template: Template) -> list[str]:
     for name in [*options.data_path, *options.sft_only_data_path]:
         source = options.load_source(name, template.tokenizer, NUM_READ)
         if source.needs_hub and not is_offline():
-            lines.append(f"{name} is on the hub: its rows are read at the start")
+            lines.append(f"{name} is on the hub: its rows are read when the run starts")
             continue
         source.is_whole = True  # only the first rows are read here, and shares are sampled from all rows
         report = DataReport(options.kind)
@@ -107,7 +107,7 @@ def _write(
     builder = RowBuilder(template, options, report)
     prompt_indexes = count()
     total = sum(len(source.train) for source in sources)
-    next_time = time.monotonic() + TELL_SECONDS
+    next_time = time.monotonic() + PROGRESS_SECONDS
     with ExitStack() as stack:
         train, held_out = (
             stack.enter_context(closing(TokenWriter(folder / f"{name}.arrow", COLUMNS[options.kind])))
@@ -118,12 +118,12 @@ def _write(
             items = _items(source, options, report, prompt_indexes)
             while chunk := list(islice(items, CHUNK_ROWS)):
                 for writer in (train, held_out):
-                    some = [item for item, is_eval in chunk if is_eval == (writer is held_out)]
-                    writer.append(builder.build(some))
+                    items_of_part = [item for item, is_eval in chunk if is_eval == (writer is held_out)]
+                    writer.append(builder.build(items_of_part))
                 report.check_bad_rows(options.max_bad_rows)
                 if time.monotonic() >= next_time:
-                    watchdog.tell(f"tokenised {report.num_raw_rows:,} of at most {total:,} rows")
-                    next_time = time.monotonic() + TELL_SECONDS
+                    watchdog.print_progress(f"tokenised {report.num_raw_rows:,} of at most {total:,} rows")
+                    next_time = time.monotonic() + PROGRESS_SECONDS
             report.notes += source.notes(options.stage)
             if train.num_rows == num_before:
                 raise ValueError(_no_rows(source, options, report))
@@ -158,14 +158,16 @@ def _items(
             row_id = rows.row_id(index, row)
             fields = build_row_fields(row) if stage == 3 else "{}"
             # Several rows may have the same prompt: step 3 must not train on its evaluation prompts.
-            contents = [_said(e.prompt) for e in examples] if stage == 3 else [row] * len(examples)
+            contents = [_split_key(e.prompt) for e in examples] if stage == 3 else [row] * len(examples)
             is_eval = [
                 rows is source.eval
                 or (eval_fraction > 0 and is_held_out(content, eval_fraction, options.seed))
                 for content in contents
             ]
             if options.kind == "pair" and len(examples) > options.max_pairs_per_prompt:
-                examples = _draw(examples, options, f"{options.seed} {row_id}", report, for_once=is_eval[0])
+                examples = _sample_pairs(
+                    examples, options, f"{options.seed} {row_id}", report, for_once=is_eval[0]
+                )
             index_of_prompt: dict[object, int] = defaultdict(lambda: next(prompt_indexes))
             for number, example in enumerate(examples):
                 name = row_id if len(examples) == 1 else f"{row_id}#{number}"
@@ -174,7 +176,7 @@ def _items(
                 yield item, is_eval[number]
 
 
-def _said(prompt: Sequence[Message]) -> list[tuple[str, ...]]:
+def _split_key(prompt: Sequence[Message]) -> list[tuple[str, ...]]:
     """Roles, texts and extras of a prompt, which determine whether it is held out."""
     return [message[: 3 if message.extras else 2] for message in prompt]
 
@@ -219,11 +221,11 @@ def unpair(examples: Sequence[Example]) -> list[Example]:
     ]
 
 
-def _draw(
+def _sample_pairs(
     examples: list[Example], options: DataOptions, key: str, report: DataReport, *, for_once: bool
 ) -> list[Example]:
-    """Pairs of each prompt of a raw row, sampled by its name, the same in every run: as many as an evaluation
-    uses (`for_once`), or those from which epochs sample, see `GlobalBatches`. The others are counted.
+    """Pairs of each prompt of a raw row, sampled by a hash of its name: as many as an evaluation uses
+    (`for_once`), or those from which epochs sample, see `GlobalBatches`. The others are counted.
     """
     max_pairs = options.max_pairs_per_prompt
     num_stored = max_pairs * (1 if for_once else options.num_stored_epochs)
@@ -232,8 +234,8 @@ def _draw(
     by_prompt: dict[object, list[int]] = {}
     for i in order:
         by_prompt.setdefault(examples[i].prompt, []).append(i)
-    report.num_dropped_pairs += sum(max(len(some) - max_pairs, 0) for some in by_prompt.values())
-    return [examples[i] for i in sorted(i for some in by_prompt.values() for i in some[:num_stored])]
+    report.num_dropped_pairs += sum(max(len(pairs) - max_pairs, 0) for pairs in by_prompt.values())
+    return [examples[i] for i in sorted(i for pairs in by_prompt.values() for i in pairs[:num_stored])]
 
 
 def _no_rows(source: RawSource, options: DataOptions, report: DataReport) -> str:
@@ -242,10 +244,10 @@ def _no_rows(source: RawSource, options: DataOptions, report: DataReport) -> str
     cure = f"use more rows, an --eval_fraction under {options.eval_fraction}"
     if not source.is_whole:
         cure += f", or a --data_split that gives step {options.stage} more than {options.data_split} does"
-    seen = "; ".join(report.lines()[1:])
+    details = "; ".join(report.lines()[1:])
     return (
         f"{flag} {source.name}: none of its {len(source.train)} rows is left to train step "
-        f"{options.stage} on; {cure}" + (f" ({seen})" if seen else "")
+        f"{options.stage} on; {cure}" + (f" ({details})" if details else "")
     )
 
 
@@ -259,7 +261,7 @@ def build_pretraining(
     cache_dir: str = "",
     max_bad_rows: int = 100,
 ) -> TokenTable:
-    """Rows of {input_ids} of exactly `block_tokens`: the texts end to end, with EOS after each; the rest is
+    """Rows of {input_ids} of exactly `block_tokens`: the concatenated texts, with EOS after each; the rest is
     dropped.
 
     Every rank must call this. `source` is an entry of `--data_path`; its rows need a `text` column. Raises
@@ -285,20 +287,20 @@ def _write_blocks(
 ) -> DataReport:
     report = DataReport("text")
     texts = report.read(raw.train, range(len(raw.train)), _text_of, max_bad_rows)
-    left: list[int] = []
+    pending: list[int] = []
     with closing(TokenWriter(folder / "train.arrow", {"input_ids": "ids"})) as writer:
-        while some := list(islice(texts, CHUNK_ROWS)):
-            for row in template.tokenise_batch([template.text_segments(text) for _, text in some]):
-                left += row.input_ids
-            num_whole = len(left) // block_tokens * block_tokens
+        while chunk := list(islice(texts, CHUNK_ROWS)):
+            for row in template.tokenise_batch([template.text_segments(text) for _, text in chunk]):
+                pending += row.input_ids
+            num_whole = len(pending) // block_tokens * block_tokens
             writer.append(
-                [{"input_ids": left[i : i + block_tokens]} for i in range(0, num_whole, block_tokens)]
+                [{"input_ids": pending[i : i + block_tokens]} for i in range(0, num_whole, block_tokens)]
             )
-            del left[:num_whole]
+            del pending[:num_whole]
         report.num_train = writer.num_rows
     if report.num_train == 0:
         raise ValueError(
-            f"--unsupervised_dataset_name {raw.name}: its {report.num_raw_rows} rows give {len(left)} "
+            f"--unsupervised_dataset_name {raw.name}: its {report.num_raw_rows} rows give {len(pending)} "
             f"tokens, less than one block of {block_tokens}; use more text"
         )
     report.num_tokens = report.num_train * block_tokens

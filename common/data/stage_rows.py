@@ -56,7 +56,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class RowBuilder:
-    """Builds the rows of step `options.stage`, and counts truncated and left out ones in the report."""
+    """Builds the rows of step `options.stage`, and counts truncated and skipped ones in the report."""
 
     template: Template
     options: DataOptions
@@ -153,7 +153,7 @@ class RowBuilder:
         segments = partial(self.template.segments, learn_all_turns=learns_all, tools=example.tools)
         return [segments(example.prompt, answer) for answer in answers]
 
-    def _shown(self, item: Item) -> list[tuple[Item, list[list[Segment]]]]:
+    def _rendered(self, item: Item) -> list[tuple[Item, list[list[Segment]]]]:
         """The texts of an item, one per reply if the template rewrites earlier turns. Raises BadRow."""
         try:
             return [(item, self._texts(item.example))]
@@ -168,7 +168,7 @@ class RowBuilder:
         kept, segments = [], []
         for item in items:
             try:
-                parts = self._shown(item)
+                parts = self._rendered(item)
                 for segment in (segment for _, texts in parts for text in texts for segment in text):
                     check_encodable(segment.text)
             except BadRow as error:

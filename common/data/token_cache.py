@@ -155,7 +155,7 @@ def build_cached(
         report = DataReport(**json.loads((folder / REPORT_NAME).read_text()))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(
-            f"{folder / REPORT_NAME} is not a report of this program ({error}); remove its folder"
+            f"{folder / REPORT_NAME} is not a report of this program ({error}); delete its folder"
         ) from error
     report.cache_folder = str(folder)
     report.from_cache = not any(was_built)
@@ -184,9 +184,11 @@ class DataReport:
     num_ties: int = _count("pairs skipped: neither answer was preferred")
     num_good_answers: int = _count("answers are good, by their label or their pairs")
     num_bad_answers: int = _count("answers are bad, by their label or their pairs")
-    num_dropped_pairs: int = _count("pairs beyond --max_pairs_per_prompt: epochs draw from them")
-    num_straddling: int = _count("rows with a token that starts in the prompt and ends in the response")
-    num_split: int = _count("conversations are one row a reply: the chat template rewrites earlier turns")
+    num_dropped_pairs: int = _count("pairs exceed --max_pairs_per_prompt: each epoch samples from all pairs")
+    num_straddling: int = _count(
+        "rows with a token that spans the end of the prompt and the response's start"
+    )
+    num_split: int = _count("conversations split into a row per reply: the template rewrites earlier turns")
     num_tokens: int = 0
     bad_rows: list[str] = field(default_factory=list)  # "file:line: reason", the first few
     notes: list[str] = field(default_factory=list)  # notes of adapters on how the rows were read
@@ -228,7 +230,7 @@ class DataReport:
                 yield index, result
 
     def lines(self) -> list[str]:
-        """The report for the log: one line, and one for every kind of truncated or left out rows."""
+        """The report for the log: one line, and one for every kind of truncated or skipped rows."""
         origin = f"token cache {self.cache_folder} ({'reused' if self.from_cache else 'new'})"
         summary = (
             f"{self.kind} data: {self.num_train} train and {self.num_eval} eval rows of {self.num_raw_rows} "

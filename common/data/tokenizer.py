@@ -32,7 +32,7 @@ def load_tokenizer(
         ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
-            f"{flag} {name_or_path}: {type(tokenizer).__name__} has no fast form, and response masks need "
+            f"{flag} {name_or_path}: {type(tokenizer).__name__} has no fast version, and response masks need "
             "its character offsets; save the model with a tokenizer.json"
         )
     eot = eot_token or tokenizer.eos_token

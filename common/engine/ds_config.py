@@ -38,7 +38,7 @@ def load_overrides(args: Any) -> dict[str, Any]:
         raise ValueError(f"--ds_config {args.ds_config}: expected a JSON object")
     if HYBRID_SECTION in overrides:
         raise ValueError(
-            f"--ds_config {args.ds_config}: no step reads a section {HYBRID_SECTION}; leave it out, and give "
+            f"--ds_config {args.ds_config}: the section {HYBRID_SECTION} is not used; leave it out, and give "
             "--enable_hybrid_engine, --inference_tp_size, --tp_gather_partition_size, "
             "--release_inference_cache or --unpin_actor_parameters of step 3 in place of its keys"
         )
@@ -46,8 +46,8 @@ def load_overrides(args: Any) -> dict[str, Any]:
     for name, section in zero.items() if isinstance(zero, dict) else ():
         if isinstance(section, dict) and section.get("device") == "nvme":
             raise ValueError(
-                f"--ds_config {args.ds_config}: {name} to the device nvme leaves nothing where checkpoints "
-                'and generation read weights and optimizer states; use "cpu", or --offload'
+                f"--ds_config {args.ds_config}: {name} to the device nvme is not supported, because "
+                'checkpoints and generation read the states from memory; use "cpu", or --offload'
             )
     return overrides
 

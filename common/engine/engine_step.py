@@ -50,11 +50,11 @@ class Gradients:
         the step itself.
         """
         bad = [term.name for term in self.terms if not math.isfinite(self.means[term.name])]
-        is_borne = False
+        is_tolerated = False
         if self.engine.fp16_enabled():
             scaler = self.engine.optimizer.loss_scaler
-            is_borne = scaler.cur_scale > getattr(scaler, "min_scale", 0)
-        if not math.isfinite(self.grad_norm) and not is_borne:
+            is_tolerated = scaler.cur_scale > getattr(scaler, "min_scale", 0)
+        if not math.isfinite(self.grad_norm) and not is_tolerated:
             bad.append(f"{GRAD_NORM} of {self.terms[0].name}")
         return bad
 
@@ -74,7 +74,7 @@ def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
     totals = distributed.reduce_sum(torch.tensor(counts, dtype=torch.float64)).tolist()
     if not all(totals):
         raise StepRefused(
-            "the rows of the step have no token to learn; inspect them with tools.check_data",
+            "no token of this step's rows is trained on; inspect them with tools.check_data",
             [micro_batch for term in terms for micro_batch in term.micro_batches],
         )
     passes = [(term, total, m) for term, total in zip(terms, totals, strict=True) for m in term.micro_batches]
@@ -114,26 +114,26 @@ def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
         return Gradients(engine, terms, means, combined_norm(engine, norms), norms)
 
 
-def take_steps(gradients: Sequence[Gradients], doubt: str = "") -> list[dict[str, float]]:
+def take_steps(gradients: Sequence[Gradients], reason_to_skip: str = "") -> list[dict[str, float]]:
     """Take the optimizer steps of all engines, or none; return the metrics of each.
 
-    A nonempty `doubt`, the same on every rank, is a reason to take none. Metrics are the losses by name, the
+    A nonempty `reason_to_skip`, the same on every rank, skips them all. Metrics are the losses by name, the
     statistics, `grad_norm`, and the `learning_rate` and `lora_learning_rate` of the step if there are such
-    parameters. Every rank must call this. Raises StepRefused, on every rank, for a doubt and for a loss or
+    parameters. Every rank must call this. Raises StepRefused, on every rank, for that reason, or a loss or
     gradient that is not finite: weights, optimizers and schedules are then unchanged, and training can
     continue.
     """
     bad = {id(g): g.find_bad() for g in gradients}
-    if doubt or any(bad.values()):
+    if reason_to_skip or any(bad.values()):
         for g in gradients:
             skip_step(g.engine)
-        refused = [g for g in gradients if doubt or bad[id(g)]]
-        names = ", ".join(name for g in refused for name in bad[id(g)])
+        skipped = [g for g in gradients if reason_to_skip or bad[id(g)]]
+        names = ", ".join(name for g in skipped for name in bad[id(g)])
         raise StepRefused(
-            doubt
+            reason_to_skip
             or f"not finite: {names}. If this repeats, lower the learning rate, or use --dtype bf16 or "
             "fp32 in place of fp16",
-            list({id(m): m for g in refused for term in g.terms for m in term.micro_batches}.values()),
+            list({id(m): m for g in skipped for term in g.terms for m in term.micro_batches}.values()),
         )
     results = []
     with COSTS.clock("optimizer"):
@@ -164,4 +164,4 @@ def skip_step(engine: Any) -> None:
         # A non-finite loss gives no information on the scale of gradients, so the loss scale is kept.
         scaler.clear()
         scaler.update(scaler_before)
-    assert zero.overflow, "DeepSpeed made a step that was to be skipped"
+    assert zero.overflow, "DeepSpeed made a step that had to be skipped"

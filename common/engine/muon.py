@@ -64,11 +64,11 @@ class Muon(torch.optim.AdamW):
         # By id, because ZeRO replaces the parameters of a group by its flat tensors.
         self._are_matrices = {id(p) for group in groups if group["is_muon"] for p in group["params"]}
         self.matrices: dict[torch.Tensor, list[OwnedRun]] = defaultdict(list)  # by the key of their states
-        self._is_shared_out = False
+        self._is_distributed = False
 
     def attach(self, engine: Any) -> None:
         """Find the matrices in the tensors that this engine's optimizer updates."""
-        self._is_shared_out = engine.zero_optimization() and distributed.world_size() > 1
+        self._is_distributed = engine.zero_optimization() and distributed.world_size() > 1
         for run in find_owned_runs(engine):
             if id(run.parameter) in self._are_matrices:
                 self.matrices[run.owner].append(run)
@@ -94,21 +94,23 @@ class Muon(torch.optim.AdamW):
             state["exp_avg"] = torch.zeros_like(owner)
         state["step"] += 1
         weights, gradients, momenta = (t.view(-1) for t in (owner, owner.grad, state["exp_avg"]))
-        num_at_once = distributed.world_size() if self._is_shared_out else 1
+        num_at_once = distributed.world_size() if self._is_distributed else 1
         for first in range(0, len(self.matrices[owner]), num_at_once):
             runs = self.matrices[owner][first : first + num_at_once]
             own_slices = [slice(run.offset, run.offset + run.numel) for run in runs]
-            parts = [_advance(momenta[m], gradients[m]) for m in own_slices]
-            updates = self._orthogonalise_together([_place(*pair) for pair in zip(runs, parts, strict=True)])
+            parts = [_nesterov_update(momenta[m], gradients[m]) for m in own_slices]
+            updates = self._orthogonalise_together(
+                [_as_whole_matrix(*pair) for pair in zip(runs, parts, strict=True)]
+            )
             for run, m, update in zip(runs, own_slices, updates, strict=True):
                 update *= RMS * max(update.shape[-2:]) ** 0.5
                 part = update.view(-1)[run.start : run.start + run.numel].to(owner.device, torch.float32)
-                kept = 1 - group["lr"] * group["weight_decay"]
-                weights[m] = weights[m].float() * kept - group["lr"] * part
+                decay = 1 - group["lr"] * group["weight_decay"]
+                weights[m] = weights[m].float() * decay - group["lr"] * part
 
     def _orthogonalise_together(self, wholes: list[torch.Tensor]) -> list[torch.Tensor]:
         """Orthogonalised matrices, on all ranks, from zeros in which each rank has filled in its part."""
-        if not self._is_shared_out:
+        if not self._is_distributed:
             return [orthogonalise(whole) for whole in wholes]
         for rank, whole in enumerate(wholes):
             dist.reduce(whole, rank)
@@ -120,14 +122,14 @@ class Muon(torch.optim.AdamW):
         return wholes
 
 
-def _advance(momentum: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def _nesterov_update(momentum: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Nesterov update (n,), after updating the momentum (n,)."""
     moved = momentum.float().lerp(gradient.float(), 1 - MOMENTUM)
     momentum.copy_(moved)
     return gradient.float().lerp(moved, MOMENTUM)
 
 
-def _place(run: OwnedRun, part: torch.Tensor) -> torch.Tensor:
+def _as_whole_matrix(run: OwnedRun, part: torch.Tensor) -> torch.Tensor:
     """A whole matrix of zeros with this rank's part filled in, in the dtype of the iteration."""
     dtype = torch.bfloat16 if distributed.has_gpu() else torch.float32
     whole = torch.zeros(shape_of(run.parameter), dtype=dtype, device=distributed.device())

@@ -53,7 +53,7 @@ def judge_token() -> str:
 def _checked(origin: str, token: str) -> str:
     if not (token.isascii() and token.isprintable() and " " not in token):
         raise ValueError(
-            f"{origin} holds {len(token)} characters that are no valid token: use ASCII letters, digits and "
-            "punctuation on one line, without spaces"
+            f"{origin} holds {len(token)} characters that are not a valid token: use ASCII letters, digits "
+            "and punctuation on one line, without spaces"
         )
     return token

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from common.flags.other_names import IGNORED, OLDER_NAMES, REMOVED, SWITCHES, WITHOUT_VALUE, split_values
 from common.flags.problems import KINDS, RANGE, Problems, describe_range, is_usable, shortened
 
-MOST_SHOWN = 40  # with more flags, --help shows only the usual ones
+MAX_SHOWN = 40  # with more flags, --help shows only the usual ones
 REQUIRED = object()
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ def flag(
     `default=REQUIRED` makes the flag mandatory.
     `only_with` lists flags, NAME, NAME=VALUE or NAME!=VALUE, at least one of which the flag needs to have an
     effect. `may_change`: a resumed run may pass another value; results then change by rounding only.
-    `is_usual`: --help shows the flag in programs with more than `MOST_SHOWN` flags. `limits` bound a number,
+    `is_usual`: --help shows the flag in programs with more than `MAX_SHOWN` flags. `limits` bound a number,
     or each number of a list: `low` and `high` are inclusive, `above` and `below` exclusive.
     """
     metadata = {
@@ -91,9 +91,9 @@ def typed(field: dataclasses.Field, value: Any) -> Any:
 
 def _build_parser(cls: type, description: str, *, shows_all: bool) -> argparse.ArgumentParser:
     fields = dataclasses.fields(cls)
-    shows_all = shows_all or len(fields) <= MOST_SHOWN
+    shows_all = shows_all or len(fields) <= MAX_SHOWN
     if not shows_all:
-        description += " These are the flags of a usual run; --help_all shows all of them."
+        description += " Only the most common flags are listed; --help_all lists all."
     parser = argparse.ArgumentParser(
         usage="%(prog)s [--flag value ...]",
         description=description,
@@ -175,11 +175,11 @@ def parse_args(
     shows_all = "--help_all" in argv
     parser = _build_parser(cls, description, shows_all=shows_all)
     try:
-        words, unknown = parser.parse_known_args(["--help"] if shows_all else argv)
+        namespace, unknown = parser.parse_known_args(["--help"] if shows_all else argv)
     except argparse.ArgumentError as error:
         problems.add(str(error))
         problems.exit_if_any()
-    given = vars(words)
+    given = vars(namespace)
     _apply_switches(given, problems)
     problems.notes += split_values(given, cls.__dataclass_fields__)
     # Arguments after an unknown flag are its values.

@@ -79,8 +79,8 @@ def rename_flags(saved: dict[str, Any], names: Collection[str]) -> dict[str, Any
 
 # Accepted and ignored, with the reason.
 IGNORED = {
-    "preprocessing_num_workers": "the tokenizer uses its own threads, rank 0 tokenises once for all",
-    "num_padding_at_beginning": "lengths are carried along, so leading padding needs no special case",
+    "preprocessing_num_workers": "the tokenizer uses its own threads, and rank 0 tokenises for all ranks",
+    "num_padding_at_beginning": "sequence lengths are stored, so leading padding needs no special case",
     "print_loss": "the loss is printed at every step",
     "compute_fp32_loss": "losses are always computed in fp32",
     "deepspeed": "every program runs on DeepSpeed",
@@ -91,11 +91,11 @@ IGNORED = {
     "critic_dropout": "dropout is off in PPO",
     "disable_actor_dropout": "dropout is off in PPO",
     "disable_critic_dropout": "dropout is off in PPO",
-    "enable_mixed_precision_lora": "it belonged to DeepSpeed's MixZ++",
-    "enable_test_mode": "--test_stop_step alone is --max_train_steps",
-    "num_beams": "answers are greedy or sampled, never searched with beams",
-    "num_beam_groups": "answers are greedy or sampled, never searched with beams",
-    "penalty_alpha": "contrastive search left transformers",
+    "enable_mixed_precision_lora": "it belongs to DeepSpeed's MixZ++",
+    "enable_test_mode": "--test_stop_step alone acts as --max_train_steps",
+    "num_beams": "beam search is not supported: responses are greedy or sampled",
+    "num_beam_groups": "beam search is not supported: responses are greedy or sampled",
+    "penalty_alpha": "transformers has removed contrastive search",
 }
 
 # Flags of our earlier versions, with their defaults; docs/migration.md names the replacements.

@@ -33,7 +33,7 @@ def import_plugins(names: Sequence[str], problems: Problems) -> None:
 def import_own_module(name: str) -> ModuleType:
     """Import a module of the user; the working folder is searched last.
 
-    Raises ImportError, with reason, place and cure, whatever the module itself raises.
+    Raises ImportError, with reason, location and cure, whatever the module itself raises.
     """
     if name.endswith(".py") or "/" in name:
         module = name.removesuffix(".py").strip("./").replace("/", ".")

@@ -67,14 +67,14 @@ class Problems:
         except ValueError as error:
             self.add(f"{prefix}{error}")
 
-    def exit_if_any(self, *, is_told_by_all: bool = False) -> None:
+    def exit_if_any(self, *, on_every_rank: bool = False) -> None:
         """Exit with code 2 if there are problems. The first process of each machine prints them, because a
-        machine may lack a file that others have; with `is_told_by_all`, every process.
+        machine may lack a file that others have; with `on_every_rank`, every process.
         """
         if not self.messages:
             return
         rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
-        if is_told_by_all or not rank.isdigit() or int(rank) == 0:
+        if on_every_rank or not rank.isdigit() or int(rank) == 0:
             count = len(self.messages)
             print(f"error: {count} problem{'s' if count > 1 else ''}, nothing was started:", file=sys.stderr)
             for message in self.messages:
@@ -133,7 +133,7 @@ def no_effect_notes(args: Any, argv: Sequence[str] | None = None) -> list[str]:
         acts = not partners or any(_is_set(args, *partner) for partner in partners)
         if _is_set(args, field.name) and not acts:
             shown = [
-                f"another --{name} than {value}" if sign == "!=" else f"--{name} {value}".rstrip()
+                f"a --{name} other than {value}" if sign == "!=" else f"--{name} {value}".rstrip()
                 for name, sign, value in partners
             ]
             lines.append(f"--{field.name} has no effect without {' or '.join(shown)}")

@@ -1,4 +1,4 @@
-"""Robust standard streams: a program survives closed, full, unread or narrowly encoded streams.
+"""Robust standard streams: a program survives streams that are closed, full, unread or not in UTF-8.
 Does not import torch."""
 
 import contextlib
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class _LostOutput(io.FileIO):
+class _DroppingOutput(io.FileIO):
     """A file that drops output that cannot be written, and reports that once unless its reader has closed."""
 
     is_lost = False
@@ -28,7 +28,7 @@ class _LostOutput(io.FileIO):
             return len(data)
 
 
-class _LastingText(io.TextIOWrapper):
+class _UncloseableText(io.TextIOWrapper):
     """A stream that user functions cannot close."""
 
     def close(self) -> None:
@@ -36,7 +36,7 @@ class _LastingText(io.TextIOWrapper):
         self.flush()
 
 
-def settle_streams() -> None:
+def harden_streams() -> None:
     """Make standard input, output and error usable in any state; every program calls this first.
 
     A closed stream becomes the null device, output that cannot be written is dropped, and characters that the
@@ -54,18 +54,18 @@ def settle_streams() -> None:
         if stream is not None:
             with contextlib.suppress(OSError):
                 stream.flush()
-        lasting = _LastingText(
-            io.BufferedWriter(_LostOutput(number, "w", closefd=False)),
+        uncloseable = _UncloseableText(
+            io.BufferedWriter(_DroppingOutput(number, "w", closefd=False)),
             encoding=getattr(stream, "encoding", None) or "utf-8",
             errors="backslashreplace",
             line_buffering=number == 2 or os.isatty(number),
         )
-        setattr(sys, name, lasting)
+        setattr(sys, name, uncloseable)
 
 
 def run_tool(main: Callable[[], Any]) -> None:
     """Run a tool's main function and exit with the code that it returns; Ctrl-C ends it with one line."""
-    settle_streams()
+    harden_streams()
     try:
         raise SystemExit(main())
     except KeyboardInterrupt:

@@ -22,7 +22,9 @@ from common.ranks.failures import first_line, is_out_of_memory, say
 
 POSITIONS_PER_BUCKET = 128
 WINDOWED = {"sliding_attention", "chunked_attention"}  # layer types that attend to part of the context
-_SAMPLINGS_KEPT = 4  # sampling options with cached graphs; bounded, since a caller may use any temperature
+_MAX_CACHED_SAMPLINGS = (
+    4  # sampling options with cached graphs; bounded, since a caller may use any temperature
+)
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,9 @@ class DecodeState:
         uniforms = counter_uniform(seed, sample_ids.repeat_interleave(columns), positions)
         self.uniforms[slots] = uniforms.view(-1, columns)
 
-    def go_on(self, slot: int, count: int, said: Sequence[int]) -> None:
-        """Continue a sequence that stopped after `count` tokens with the environment's tokens `said`."""
-        self.given_ids[slot, count : count + len(said)] = torch.as_tensor(said, dtype=torch.int64)
+    def continue_with(self, slot: int, count: int, token_ids: Sequence[int]) -> None:
+        """Continue a sequence that stopped after `count` tokens with tokens of the environment."""
+        self.given_ids[slot, count : count + len(token_ids)] = torch.as_tensor(token_ids, dtype=torch.int64)
         # The stop token is not in the cache yet, and later passes have overwritten last_ids.
         self.last_ids[slot] = self.response_ids[slot, count - 1]
         self.is_live[slot], self.is_stopped[slot] = True, False
@@ -158,7 +160,7 @@ class DecodeGraphs:
             has_moved = bool(distributed.max_float(has_moved, self.group))
         self._options = dataclasses.replace(options, seed=0)  # the seed is used before a pass, not in it
         known = {key[2] for key in self.graphs}
-        if has_moved or (len(known) == _SAMPLINGS_KEPT and self._options not in known):
+        if has_moved or (len(known) == _MAX_CACHED_SAMPLINGS and self._options not in known):
             self.release()
 
     def release(self) -> None:
@@ -208,7 +210,7 @@ class DecodeGraphs:
             self.is_capturable = False  # the same on all ranks of the group: they run the same model
             self.release()
             if distributed.is_main():
-                say(f"note: the model generates without CUDA graphs, by plain passes: {first_line(error)}")
+                say(f"note: the model generates without CUDA graphs: {first_line(error)}")
         finally:
             torch.cuda.set_sync_debug_mode(mode)
         torch.cuda.current_stream().wait_stream(self._stream)
@@ -217,7 +219,7 @@ class DecodeGraphs:
 
 
 class DecodeStep:
-    """The model, its cache and its state; `run` adds a token to the first n slots, by `graphs` on a GPU."""
+    """The model, its cache and its state; `run` adds a token to the first n slots, with `graphs` on a GPU."""
 
     def __init__(
         self, model: nn.Module, cache: SlotCache, state: DecodeState, graphs: DecodeGraphs | None = None
@@ -232,13 +234,13 @@ class DecodeStep:
         config = config.get_text_config()
         self._has_alibi = not self._takes_positions or bool(getattr(config, "alibi", False))
         self._window, self._chunk, self._is_mixed = _windows(config)
-        _refuse_own_window(config, cache.max_length)
+        _check_own_window(config, cache.max_length)
         device = state.lengths.device
         self._dtype = next(model.parameters()).dtype
         self._rows = torch.arange(cache.num_slots, device=device)
         self._positions = torch.arange(cache.max_length, device=device)
         # Passes between two checks for finished sequences: each check synchronizes with the device.
-        self.passes_per_look = 4 if device.type == "cuda" else 1
+        self.passes_per_check = 4 if device.type == "cuda" else 1
         self._graphs = graphs if device.type == "cuda" else None
 
     def begin(self, options: SamplingOptions) -> None:
@@ -322,7 +324,7 @@ class DecodeStep:
         return mask.masked_fill_(~is_visible, torch.finfo(self._dtype).min)[:, None, None, :]
 
 
-def _refuse_own_window(config: Any, max_length: int) -> None:
+def _check_own_window(config: Any, max_length: int) -> None:
     """Raise ValueError if `max_length` exceeds the length from which a family's layers depend on a key's
     index (GPT-Neo's windows) or on the cache's length (Llama 4's temperatures): slots change both.
     """
@@ -332,12 +334,12 @@ def _refuse_own_window(config: Any, max_length: int) -> None:
         layers = "local layers see"
         limit = config.window_size
     elif getattr(config, "attn_temperature_tuning", False):
-        layers = "layers without rotary positions scale nothing for"
+        layers = "layers without rotary positions are unscaled for"
         limit = config.floor_scale - 1
     if max_length > limit:
         raise ValueError(
             f"{config.model_type}'s {layers} {limit} tokens by their own count, but sequences may have "
-            f"{max_length}: keep prompt and answer within {limit}, or leave out --enable_hybrid_engine"
+            f"{max_length}: keep prompt and response within {limit}, or leave out --enable_hybrid_engine"
         )
 
 

@@ -51,8 +51,8 @@ def _measure(config: PreTrainedConfig, by_transformers: bool, trusts_code: bool)
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
     has_state = is_stateful(model) or any(word in kind for kind in kinds for word in _STATES)
     if gap and has_state and not by_transformers:
-        return f"{name} keeps a state from token to token, and this decoder keys and values alone"
-    return gap and f"what is decoded with {name} is not what its own forward pass computes: {gap}"
+        return f"{name} carries a state from token to token, but this decoder caches only keys and values"
+    return gap and f"decoding with {name} differs from its own forward pass: {gap}"
 
 
 def decode_rows(

@@ -239,7 +239,7 @@ class _DecodeLoop:
         self.results = DecodeState.build(len(batch.sample_ids), step.state.max_new_tokens, self.device)
         self.lengths: list[int] = []  # tokens in the cache, per slot
         self.first_logits: dict[int, torch.Tensor] = {}  # of prompts with waiting samples
-        self.num_told: dict[int, int] = {}  # tokens passed to `on_tokens`, by sample
+        self.num_streamed: dict[int, int] = {}  # tokens passed to `on_tokens`, by sample
 
     def run(self) -> Generation:
         """Run until no sample waits; return all responses in the order of the samples."""
@@ -250,8 +250,8 @@ class _DecodeLoop:
             elif self.schedule.slots:
                 self._decode()
             else:
-                self._keep_step()
-            finished = self._look()
+                self._run_dummy_pass()
+            finished = self._finished_slots()
             if self.on_turns and finished:
                 samples = {slot: self.schedule.slots[slot] for slot in finished}
                 going_on = take_turns(self.step.state, samples, self.on_turns)
@@ -278,7 +278,7 @@ class _DecodeLoop:
             logits = self.step.read_prompts(ids, mask, slots, has_padding)  # (m, V)
             self.first_logits.update(zip(new, logits, strict=True))
         elif self.agree_any:
-            self._keep_step()  # joins the other ranks' pass
+            self._run_dummy_pass()  # joins the other ranks' pass
         if admission.copies:
             self.step.cache.copy_slots(sources, targets, max(lengths))
         state = self.step.state
@@ -298,17 +298,17 @@ class _DecodeLoop:
         return numbers.to(self.device, non_blocking=True).split([len(column) for column in columns])
 
     def _decode(self) -> None:
-        num_passes = 1 if self.agree_any or self.on_tokens else self.step.passes_per_look
+        num_passes = 1 if self.agree_any or self.on_tokens else self.step.passes_per_check
         for _ in range(num_passes):
             # A sequence that finishes between checks keeps its slot: `lengths` are upper bounds.
             self.step.run(len(self.lengths), min(max(self.lengths) + 1, self.step.cache.max_length))
             self.lengths = [length + 1 for length in self.lengths]
 
-    def _keep_step(self) -> None:
+    def _run_dummy_pass(self) -> None:
         """Run a dummy pass: gathering the weights needs all ranks."""
         self.step.model(input_ids=self.batch.prompt_ids[:1, -1:], use_cache=False)
 
-    def _look(self) -> list[int]:
+    def _finished_slots(self) -> list[int]:
         """Slots of sequences that have ended, also by the callback; synchronizes once with the device."""
         state = self.step.state
         num_rows = len(self.lengths)
@@ -319,8 +319,8 @@ class _DecodeLoop:
         finished = []
         for slot, (is_live, count, token) in enumerate(seen):
             sample = self.schedule.slots[slot]
-            is_new = count > self.num_told.get(sample, 0)
-            self.num_told[sample] = count
+            is_new = count > self.num_streamed.get(sample, 0)
+            self.num_streamed[sample] = count
             if (is_new and self.on_tokens(sample, [token])) or not is_live:
                 finished.append(slot)
         return finished
@@ -369,7 +369,7 @@ def take_turns(state: DecodeState, samples: dict[int, int], on_turns: TurnCallba
     going_on = set()
     for (slot, (count, limit)), said in zip(ended.items(), answers, strict=True):
         if said is not None and count + len(said) < limit:
-            state.go_on(slot, count, said)
+            state.continue_with(slot, count, said)
             going_on.add(slot)
         elif said is not None:
             state.is_stopped[slot] = False

@@ -209,7 +209,7 @@ class HybridEngine:
     def _shared(self, on_turns: TurnCallback, own: range) -> TurnCallback:
         """The callback of the whole replica: each of its ranks is called for its own samples."""
 
-        def ask_all(ended: list[tuple[int, list[int]]]) -> list[list[int] | None]:
+        def call_all_ranks(ended: list[tuple[int, list[int]]]) -> list[list[int] | None]:
             own_turns = [(sample, ids) for sample, ids in ended if sample in own]
             answers = on_turns([(sample - own.start, ids) for sample, ids in own_turns])
             replies = dict(zip([sample for sample, _ in own_turns], answers, strict=True))
@@ -217,7 +217,7 @@ class HybridEngine:
                 replies |= rank_replies or {}  # None: a rank of another replica
             return [replies[sample] for sample, _ in ended]
 
-        return ask_all
+        return call_all_ranks
 
     def _gather(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The flat tensors of all ranks of the replica, on the CPU; all of these ranks must call this."""
@@ -237,7 +237,7 @@ class TransformersGenerator:
         self.model = model
 
     def release(self) -> None:
-        """Does nothing: no memory is kept from call to call."""
+        """Do nothing: no memory is kept between calls."""
 
     @torch.no_grad()
     def generate(

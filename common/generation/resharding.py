@@ -3,8 +3,8 @@
 # N ranks, t tensor-parallel size, M bytes of weights
 
 Ranks [j*N/t, (j+1)*N/t) are the gather group of tp_rank j, and a tensor-parallel group has one rank of each.
-A weight cut by rows therefore needs only the ranks of its gather group: their flat shards, end to end, *are*
-slice j. Of the bytes of a weight a rank receives, if it is cut
+A weight cut by rows therefore needs only the ranks of its gather group: their flat shards, concatenated,
+*are* slice j. Of the bytes of a weight a rank receives, if it is cut
 
     by rows        (N-t)/(N t)     the other shards of its slice
     by columns     (N-1)/(N t)     its columns of the other ranks' rows
@@ -83,9 +83,9 @@ class TPLayout:
 class Route(Enum):
     """How a sharded weight is turned into slices."""
 
-    ROWS = "the gather group's shards are gathered: end to end they are the slice"
-    BLOCKS = "every rank sends every other one the blocks of its shard that are in the other's slice"
-    WHOLE = "all shards are gathered; what is cut (odd sizes) is cut here"
+    ROWS = "the shards of the gather group are gathered; concatenated, they are the slice"
+    BLOCKS = "every rank sends every other rank the blocks of its shard that lie in the other's slice"
+    WHOLE = "all shards are gathered; weights that are split (odd sizes) are split here"
 
 
 class Block(NamedTuple):
@@ -154,13 +154,13 @@ class WeightPlan:
         blocks = self.blocks(self.layout.rank, self.layout.tp_rank_of(destination))
         return [matrix[block.in_shard] for block in blocks]
 
-    def blocks_from(self, source: int, of_slice: torch.Tensor) -> list[torch.Tensor]:
+    def blocks_from(self, source: int, local: torch.Tensor) -> list[torch.Tensor]:
         """Views of this rank's slice for another rank's blocks, in the order of `blocks_to`."""
-        matrix = of_slice.flatten(1) if self.cut.dim else of_slice.view(-1, 1)
+        matrix = local.flatten(1) if self.cut.dim else local.view(-1, 1)
         return [matrix[block.in_slice] for block in self.blocks(source, self.layout.tp_rank)]
 
     def slice_of(self, gathered: torch.Tensor) -> torch.Tensor:
-        """This rank's slice, contiguous, from the gathered shards, end to end."""
+        """This rank's slice, contiguous, from the concatenated shards."""
         if self.route is Route.ROWS:
             return gathered.view(self.local_shape)
         whole = gathered[: prod(self.shape)].view(self.shape)
@@ -257,10 +257,10 @@ class Resharder:
         self._groups = groups
         self._sources: dict[str, list[Source]] = {}
         for name, weight in weights.items():
-            of_tensor = [cuts.get(name), None, None]  # an adapter's factors are never cut
+            tensor_cuts = [cuts.get(name), None, None]  # an adapter's factors are never cut
             self._sources[name] = [
                 (p, plan_weight(tuple(getattr(p, "ds_shape", p.shape)), cut, layout))
-                for p, cut in zip(weight.tensors(), of_tensor, strict=False)
+                for p, cut in zip(weight.tensors(), tensor_cuts, strict=False)
             ]
         self._name_groups = group_by_layers(list(weights), gather_partition_size)
 
@@ -282,8 +282,8 @@ class Resharder:
         slices: dict[int, torch.Tensor] = {}
         sent: dict[tuple[bool, torch.dtype], list[int]] = {}
         for index, (parameter, plan) in enumerate(sources):
-            is_here = getattr(parameter, "ds_status", None) is ZeroParamStatus.AVAILABLE
-            if is_here or not is_sharded(parameter):  # every rank holds the whole weight now
+            is_gathered = getattr(parameter, "ds_status", None) is ZeroParamStatus.AVAILABLE
+            if is_gathered or not is_sharded(parameter):  # every rank holds the whole weight now
                 whole = parameter.data
                 tp_rank = plan.layout.tp_rank
                 slices[index] = whole if plan.cut is None else plan.cut.take(whole, tp_rank).contiguous()
@@ -300,13 +300,13 @@ class Resharder:
         return [slices[index] for index in range(len(sources))]
 
     def _gather_shards(self, plans: list[WeightPlan], shards: list[torch.Tensor]) -> list[torch.Tensor]:
-        gathered, under_way = [], []
+        gathered, pending = [], []
         for plan, shard in zip(plans, shards, strict=True):
             gathered.append(shard.new_empty(plan.num_gathered_shards * plan.shard_size))
             group = self._groups.gather_group if plan.route is Route.ROWS else dist.group.WORLD
             work = dist.all_gather_into_tensor(gathered[-1], shard, group=group, async_op=True)
-            under_way.append(work)
-        for work in under_way:
+            pending.append(work)
+        for work in pending:
             work.wait()
         return [plan.slice_of(shards) for plan, shards in zip(plans, gathered, strict=True)]
 

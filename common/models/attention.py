@@ -41,6 +41,8 @@ VARLEN_ATTENTION = "triptych_varlen"
 FLASH_ATTENTION = "flash_attention_2"
 KERNELS = (VARLEN_ATTENTION, FLASH_ATTENTION)
 KERNELS_FROM = (8, 0)  # compute capability of Ampere
+# Older versions of torch's kernel take fewer heads of keys than of queries without this argument.
+HAS_GQA_ARGUMENT = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 ATTENDS = {"full_attention", "sliding_attention"}  # layer types without a recurrent state
 # Names of attention's output projections, and of query projections that are not fused with keys or values.
 PROJECTIONS = {"q_proj", "o_proj", "out_proj", "dense", "c_proj", "Wo"}
@@ -207,6 +209,8 @@ def attend_packed(
     key, value = packing.keys_of(key), packing.keys_of(value)
     options = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     if query.is_cuda and not dropout:  # torch's kernel has no dropout
+        if not HAS_GQA_ARGUMENT:
+            del options["enable_gqa"]
         output = varlen.varlen_attn(
             *(x[0].transpose(0, 1) for x in (query, key, value)),
             packing.starts,

@@ -92,7 +92,7 @@ class _SummedDivergence(SummedOverTokens):
         of_tokens = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         gradients = HeadGradients(student, ctx.needs_input_grad) if any(ctx.needs_input_grad[:3]) else None
         for rows in student.chunks(at_once=TENSORS_OF_A_CHUNK, num_tokens=len(teacher.weight)):
-            raw, logits = student.followed_logits(rows)
+            raw, logits = student.differentiable_logits(rows)
             log_q = _logprobs(logits.detach(), options)
             log_p = _logprobs(teacher.options.transform(teacher.raw_logits(rows)), teacher.options)
             of_tokens[rows], slopes = divergence(log_q, log_p, beta)

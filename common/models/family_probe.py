@@ -29,7 +29,7 @@ from common.ranks.failures import kind_and_line
 
 RELATIVE = 1e-4  # tolerance relative to the largest number: above rounding, below wrong tokens or weights
 LENGTHS = (5, 9)
-_HEAD = "its head is more than a matrix, or reads other states than those of the text"
+_HEAD = "its head is more than a matrix, or reads hidden states other than the text's"
 _PADDING = "its tokens attend to the padding after them"
 
 
@@ -54,7 +54,7 @@ def _measure(config: PreTrainedConfig, auto_class: Any, trusts_code: bool) -> Fa
     if not is_policy and not is_known:
         return FamilyProbe(f"{name} has no classifier in transformers, which reward models and critics are")
     if is_known and config.is_encoder_decoder:
-        return FamilyProbe(f"{name} has an encoder and a decoder; give a model of a decoder alone")
+        return FamilyProbe(f"{name} has an encoder and a decoder; give a decoder-only model")
     try:
         model, rows = small_model(auto_class, config, trusts_code)
         weights = [parameter.detach().clone() for parameter in model.parameters()]
@@ -63,24 +63,24 @@ def _measure(config: PreTrainedConfig, auto_class: Any, trusts_code: bool) -> Fa
             set_dropout(owner, 0.0)
         plain = [plain_logits(model, row) for row in rows]
     except Exception as error:  # the family's own code may raise anything
-        note = f"{name} could not be tried in small ({kind_and_line(error)}): its rows are padded, and what "
-        return FamilyProbe(packs=False, note=f"{note}is computed with it was not compared with transformers")
-    refusal = f"{name} cannot be used here: what is computed with {type(model).__name__} is not what its own "
-    refusal += (
-        "forward pass computes, tried on a small random model: {}; docs/families.md lists those that can"
-    )
+        note = f"{name} could not be probed on a small model ({kind_and_line(error)}): its rows are "
+        return FamilyProbe(
+            packs=False, note=f"{note}padded, and its results are not checked against transformers"
+        )
+    refusal = f"{name} is not supported: our results for {type(model).__name__} differ from its own "
+    refusal += "forward pass on a small random model: {}; docs/families.md lists the supported families"
     if not all(map(torch.equal, weights, model.parameters())):
-        return FamilyProbe(refusal.format("that pass changes its weights"))
+        return FamilyProbe(refusal.format("this pass changes its weights"))
     largest = max(float(x.abs().max()) for x in plain)
     if difference(torch.cat(with_noise), torch.cat(plain), largest):
-        text = "the noise of its routers, off in training here, counts in evaluation too; 0 as its "
-        return FamilyProbe(refusal.format(f"{text}router_jitter_noise in config.json leaves it out"))
+        text = "its routers add noise in evaluation too, which training here turns off; set "
+        return FamilyProbe(refusal.format(f"{text}router_jitter_noise to 0 in config.json"))
     if is_policy:
         plain = [logprobs_of(x[:-1], row[1:]) for x, row in zip(plain, rows, strict=True)]
     forms = (
-        ("a row alone", [[row] for row in rows], False, _HEAD),
+        ("single rows", [[row] for row in rows], False, _HEAD),
         ("padded rows", [rows], False, _PADDING),
-        ("rows end to end", [rows], True, ""),
+        ("packed rows", [rows], True, ""),
     )
     compute = own_logprobs if is_policy else _last_values
     for form, batches, is_packed, cause in forms:
@@ -95,7 +95,7 @@ def _measure(config: PreTrainedConfig, auto_class: Any, trusts_code: bool) -> Fa
             gap = kind_and_line(error)
             cause = ""
         if gap and is_packed:
-            note = f"{name} computes other numbers of rows end to end than of each alone ({gap})"
+            note = f"{name} gives different results for packed rows than for single rows ({gap})"
             return FamilyProbe(packs=False, note=f"{note}: its rows are padded")
         if gap:
             return FamilyProbe(refusal.format(", ".join(filter(None, (f"{form}: {gap}", cause)))))

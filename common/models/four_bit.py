@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 BYTES_PER_WEIGHT = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
-def refusals(args: Any, *, is_planned: bool = False) -> Iterator[str]:
+def incompatible_flags(args: Any, *, is_planned: bool = False) -> Iterator[str]:
     """Yield the reasons why a program's flags, those of all its roles, cannot be used with --load_in_4bit.
 
     A run that `is_planned` does not need bitsandbytes yet.
@@ -25,7 +25,7 @@ def refusals(args: Any, *, is_planned: bool = False) -> Iterator[str]:
     roles = args.roles()
     if not any(role.lora_dim for role in roles.values()):
         flags = " or ".join(f"--{prefix}lora_dim" for prefix in roles)
-        yield f"--load_in_4bit holds the base of adapters, and without {flags} all weights train; give one"
+        yield f"--load_in_4bit is for the base of adapters; without {flags} all weights are trained: give one"
     elif not args.only_optimize_lora:
         yield "--load_in_4bit needs a frozen base; remove --only_optimize_lora false"
     for prefix, role in roles.items():
@@ -36,12 +36,12 @@ def refusals(args: Any, *, is_planned: bool = False) -> Iterator[str]:
             )
     tp_size = getattr(args, "inference_tp_size", 1)
     if tp_size > 1:
-        yield f"--load_in_4bit packs weights whole, and --inference_tp_size {tp_size} cuts them; give one"
+        yield f"--load_in_4bit packs weights, and --inference_tp_size {tp_size} cannot split them; give one"
 
 
 def quantisation(dtype: torch.dtype) -> BitsAndBytesConfig:
-    """bitsandbytes' configuration of linear layers that compute in `dtype`; heads and embeddings are left
-    out.
+    """bitsandbytes' configuration of linear layers that compute in `dtype`; heads and embeddings are
+    excluded.
     """
     return BitsAndBytesConfig(
         load_in_4bit=True,
@@ -51,7 +51,7 @@ def quantisation(dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def settle(model: nn.Module) -> None:
+def keep_packed(model: nn.Module) -> None:
     """Keep packed weights unchanged, so that they are the same in every pass.
 
     On CPUs with AVX512-BF16 bitsandbytes would repack them for passes in eval mode, and round differently

@@ -26,7 +26,7 @@ from common.models.attention import (
     narrow_last_layer,
     takes_packed,
 )
-from common.models.four_bit import quantisation, settle, whole_shape
+from common.models.four_bit import keep_packed, quantisation, whole_shape
 from common.models.model_inputs import ModelInputs
 from common.models.router_loss import balance_loss, router_coefficient
 from common.models.saved_adapters import base_of, is_adapter
@@ -106,11 +106,13 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
     of_body = [parameter for parameter in absent if parameter.startswith(needed)]
     mismatched = sorted(str(item[0]) for item in info["mismatched_keys"])
     is_part = type(more.get("config", model.config)) is not type(model.config)
-    homeless = _homeless(model, sorted(info["unexpected_keys"]), is_part=is_part, is_own_class=is_own_class)
+    unmatched = _unmatched_weights(
+        model, sorted(info["unexpected_keys"]), is_part=is_part, is_own_class=is_own_class
+    )
     for names, text in (
         (of_body, f"its weights lack {{}} of {size} parameters of {name}"),
-        (mismatched, f"its weights have other sizes than are needed for {{}} of {size} parameters of {name}"),
-        (homeless, "its config.json has no counterpart for {} of its weights"),
+        (mismatched, f"its weights have the wrong sizes for {{}} of {size} parameters of {name}"),
+        (unmatched, "its config.json has no counterpart for {} of its weights"),
     ):
         if names:
             raise ValueError(
@@ -118,31 +120,31 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
                 "config.json and weights belong together"
             )
     if absent and auto_class is AutoModelForCausalLM:
-        distributed.say_once(f"note: {name_or_path} has no output head: {absent[0]} is new, and random")
+        distributed.say_once(f"note: {name_or_path} has no output head: {absent[0]} is newly initialised")
     if is_part:
         distributed.say_once(
-            f"note: {name_or_path}: of this {more['config'].model_type} the language model alone is loaded, "
-            "trained and exported, no part for images or sound"
+            f"note: {name_or_path}: only the language model of this {more['config'].model_type} is loaded, "
+            "trained and exported, without its parts for images or sound"
         )
     return model
 
 
-def _homeless(
+def _unmatched_weights(
     model: PreTrainedModel, unexpected: list[str], *, is_part: bool, is_own_class: bool
 ) -> list[str]:
     """Weights of a file that the model in config.json should have and does not.
 
-    The head of another class is not among them, nor are parts that a language model leaves out, such as
+    The head of another class is not among them, nor are parts that a language model omits, such as
     vision.
     """
-    places = {re.sub(r"\d+", "*", name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    own_names = {re.sub(r"\d+", "*", name) for name, _ in model.named_parameters(remove_duplicate=False)}
     of_body = {backbone_name(model), *dict(backbone_of(model).named_children())}
     return [
         name
         for name in unexpected
         if not _MASKS.search(name)
         and (
-            re.sub(r"\d+", "*", name) in places
+            re.sub(r"\d+", "*", name) in own_names
             or (not is_part and (is_own_class or name.partition(".")[0] in of_body))
         )
     ]
@@ -160,9 +162,9 @@ def _check_values(name_or_path: str, model: PreTrainedModel) -> None:
         shard = (local_shard(parameter) if is_sharded(parameter) else parameter.data).flatten()
         some = shard[:4096]
         if not shard.sum(dtype=torch.float32).isfinite() and not shard.isfinite().all():
-            wrong.append(f"{name} has numbers that are NaN or infinite; save or download it again")
+            wrong.append(f"{name} has NaN or infinite values; save or download it again")
         elif len(whole_shape(parameter)) > 1 and (some == some.round()).all() and len(some.unique()) > 8:
-            why = "has integers, and no quantization_config in config.json says what scales them"
+            why = "holds integers, but config.json has no quantization_config with their scales"
             wrong.append(f"{name} {why}; give the model before it was quantized")
     if has_shards:
         wrong = [text for rank_texts in distributed.gather_objects(wrong) for text in rank_texts]
@@ -250,7 +252,7 @@ def load_pretrained(
         **packed,
     )
     model.packs_rows = probe.packs
-    settle(model)
+    keep_packed(model)
     if not getattr(model, "hf_quantizer", None):
         _check_values(options.name_or_path, model)
     elif not options.load_in_4bit:
@@ -291,8 +293,8 @@ def _untie(name_or_path: str, model: PreTrainedModel) -> None:
     if is_apart and getattr(text, "tie_word_embeddings", False):
         text.tie_word_embeddings = model.config.tie_word_embeddings = False
         distributed.say_once(
-            f"note: {name_or_path}: its config.json ties the output head to the embeddings, and its weights "
-            "have two that differ: they are trained and exported apart"
+            f"note: {name_or_path}: its config.json ties the output head to the embeddings, but they "
+            "differ in its weights: they are trained and exported separately"
         )
 
 
@@ -334,7 +336,7 @@ def length_limit(config: PreTrainedConfig, default: int = sys.maxsize) -> tuple[
         ),
     }
     if rope.get("rope_type") == "longrope":  # a longer row changes the factors of its whole row or batch
-        name = "original_max_position_embeddings, beyond which all rotary factors are others"
+        name = "original_max_position_embeddings, beyond which all rotary factors change"
         limits[name] = rope["original_max_position_embeddings"]
     return min(((limit, name) for name, limit in limits.items() if limit), default=(default, ""))
 
@@ -360,7 +362,7 @@ def forward_accepts(model: nn.Module, name: str) -> bool:
 
 
 def compute_hidden(model: PreTrainedModel, inputs: ModelInputs) -> torch.Tensor:
-    """Last hidden states (slots, H) of a transformers model's backbone, rows end to end."""
+    """Last hidden states (slots, H) of a transformers model's backbone, row after row."""
     return run_backbone(model, inputs)[0].flatten(0, 1)
 
 

@@ -116,7 +116,7 @@ def _new_config(model: PreTrainedModel, options: LoraOptions) -> LoraConfig:
     targets = adapted_model_targets(model, options.module_name)
     stacked = set(stacked_names(model))
     layers = [name for name in targets if name not in stacked]
-    renamed = _taken_for_experts(model, layers)
+    renamed = _mistaken_for_experts(model, layers)
     parameters = [f"{name}.weight" for name in renamed] + [name for name in targets if name in stacked]
     return LoraConfig(
         r=options.dim,
@@ -127,7 +127,7 @@ def _new_config(model: PreTrainedModel, options: LoraOptions) -> LoraConfig:
     )
 
 
-def _taken_for_experts(model: PreTrainedModel, layers: list[str]) -> list[str]:
+def _mistaken_for_experts(model: PreTrainedModel, layers: list[str]) -> list[str]:
     """Layers that PEFT would rename, by the last parts of their names."""
     words = {name.rpartition(".")[2] for name in layers}
     for word in list(words):
@@ -165,7 +165,7 @@ def build_lora(model: PreTrainedModel, options: LoraOptions) -> nn.Module:
 
 
 def add_lora(model: PreTrainedModel, options: LoraOptions, seed: int = 0) -> nn.Module:
-    """The model with the adapters of `build_lora`: those of `options.folder`, or new ones by the seed.
+    """The model with the adapters of `build_lora`: those of `options.folder`, or new ones from the seed.
 
     Every rank must call this. Raises ValueError if the folder's adapters do not fit this model.
     """
@@ -178,11 +178,11 @@ def add_lora(model: PreTrainedModel, options: LoraOptions, seed: int = 0) -> nn.
                 shape = getattr(parameter, "ds_shape", parameter.shape)
                 init_weight(parameter, name, std=shape[-1] ** -0.5, seed=seed)
     if adapted is not model:
-        distributed.say_once(f"note: {_reach(adapted)}")
+        distributed.say_once(f"note: {_describe_reach(adapted)}")
     return adapted
 
 
-def _reach(adapted: nn.Module) -> str:
+def _describe_reach(adapted: nn.Module) -> str:
     """The share of the weights that the adapters reach, as text."""
     sizes = {name: whole_shape(w.parameter).numel() for name, w in trained_weights(adapted).items()}
     reached = [name for name, weight in trained_weights(adapted).items() if weight.lora_a is not None]
@@ -194,7 +194,7 @@ def _reach(adapted: nn.Module) -> str:
         share = sum(sizes[name] for name in others) / total
         part = others[0].split(".")[-2]
         text += f"; {share:.1%} are stacked matrices, such as experts, which they do not reach: the module "
-        text += f"name {part!r} means them, and '.' all matrices"
+        text += f"name {part!r} adds them, '.' adds all matrices"
     return text
 
 
@@ -217,24 +217,24 @@ def _load_adapter(adapted: nn.Module, folder: str) -> None:
     except (OSError, SafetensorError) as error:
         why = f"{first_line(error)}; pickled adapters are not read"
         raise ValueError(f"{file} cannot be read: {why}") from error
-    places = {
+    targets = {
         name.replace(".default.", "."): parameter
         for name, parameter in adapted.named_parameters()
         if ".lora_" in name or name.endswith(SCORE_HEAD)
     }
-    sizes = {name: getattr(p, "ds_shape", p.shape) for name, p in places.items()}
-    lacking = [n for n in sizes if n not in saved and not n.endswith(SCORE_HEAD)]
+    sizes = {name: getattr(p, "ds_shape", p.shape) for name, p in targets.items()}
+    missing = [n for n in sizes if n not in saved and not n.endswith(SCORE_HEAD)]
     others = [n for n, value in saved.items() if tuple(value.shape) != tuple(sizes.get(n, ()))]
-    if lacking or others:
+    if missing or others:
         raise ValueError(
             f"{folder} is not an adapter of {plain_model(adapted).name_or_path} for this role: "
-            f"{len(lacking)} LoRA factors of linear layers are missing, {len(others)} weights are something "
-            f"else, or of another size, such as {[*lacking, *others][0]}; give the export/ folder of the run"
+            f"{len(missing)} LoRA factors of linear layers are missing, {len(others)} weights are something "
+            f"else, or of another size, such as {[*missing, *others][0]}; give the export/ folder of the run"
         )
     for name, value in saved.items():
-        with gather_whole([places[name]], to_modify=True):
-            if places[name].numel():
-                places[name].copy_(value)
+        with gather_whole([targets[name]], to_modify=True):
+            if targets[name].numel():
+                targets[name].copy_(value)
 
 
 def share_backbone(model: PreTrainedModel, owner: nn.Module) -> None:
@@ -245,11 +245,11 @@ def share_backbone(model: PreTrainedModel, owner: nn.Module) -> None:
     the same objects, so moving one model moves both.
     """
     prefix = f"{backbone_name(model)}."
-    held = {name: weight.parameter for name, weight in trained_weights(owner).items()}
+    shared = {name: weight.parameter for name, weight in trained_weights(owner).items()}
     for name, module in model.named_modules():
         own = [leaf for leaf, parameter in module._parameters.items() if parameter is not None]
         for leaf in own if f"{name}.".startswith(prefix) else ():
-            parameter = held[f"{name}.{leaf}"]
+            parameter = shared[f"{name}.{leaf}"]
             assert not parameter.requires_grad, f"{name}.{leaf} is trained: it cannot be shared"
             module._parameters[leaf] = parameter
 
@@ -300,9 +300,9 @@ class TrainedWeight(NamedTuple):
     def _merged_stack(self) -> torch.Tensor:
         """All experts' matrices merged one at a time, so that only one is in fp32."""
         merged = torch.empty_like(self.parameter)
-        of_experts = self.lora_a.chunk(self.num_stacked)
-        for_experts = self.lora_b.unflatten(1, (-1, self.num_stacked)).unbind(2)
-        for into, matrix, a, b in zip(merged, self.parameter, of_experts, for_experts, strict=True):
+        factors_a = self.lora_a.chunk(self.num_stacked)
+        factors_b = self.lora_b.unflatten(1, (-1, self.num_stacked)).unbind(2)
+        for into, matrix, a, b in zip(merged, self.parameter, factors_a, factors_b, strict=True):
             into.copy_(TrainedWeight(matrix, a, b, self.scaling, self.is_stored_transposed).merged())
         return merged
 

@@ -73,7 +73,7 @@ class ModelFlops:
         read = inputs.packing.read if inputs.packing else None
         flops = self.of_pass(
             inputs.num_tokens,
-            inputs.num_pairs - inputs.num_pairs_unread * self.narrowed_layers / self.num_layers,
+            inputs.num_pairs - inputs.num_unused_pairs * self.narrowed_layers / self.num_layers,
             num_scored,
             num_unread=0 if read is None else inputs.num_tokens - len(read),
             is_training=torch.is_grad_enabled(),

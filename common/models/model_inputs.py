@@ -19,7 +19,7 @@ class ModelInputs:
 
     Padded: rows (S, T) with the padding on the right. There is no mask: a token of a causal model never
     attends to what follows it, and without a mask attention takes its fast path. Packed: one row (1, n), for
-    models whose attention is passed the boundaries; a single sequence is both. Slots count rows end to end;
+    models whose attention receives the boundaries; a single sequence is both. Slots are numbered row by row;
     they stay on the CPU, where masks select tokens. Tokens shared by sequences have one slot.
     """
 
@@ -30,7 +30,7 @@ class ModelInputs:
     num_tokens: int  # computed tokens, without padding
     num_pairs: int  # pairs of token and key in attention, without causality
     packing: Packing | None = None  # only if there is one row
-    num_pairs_unread: int = 0  # part of num_pairs: tokens whose last hidden states are unused
+    num_unused_pairs: int = 0  # part of num_pairs: tokens whose last hidden states are unused
 
     def slots_before(self, is_scored: torch.Tensor) -> torch.Tensor:
         """Slots (N,) int64 that predict the scored tokens: of the token before each.
@@ -44,19 +44,19 @@ class ModelInputs:
         with `slots` and `more`; one copy moves all of them.
         """
         fields = vars(self.packing) if self.packing else {}
-        num_pairs_unread = 0
+        num_unused_pairs = 0
         # If no slot is used, as in rows without targets, all are computed: every weight needs a gradient.
         if self.packing and 0 < len(read := slots.unique()) < self.num_tokens:
             fields = fields | {"read": read}
             lengths, key_lengths = map(torch.tensor, (self.packing.lengths, self.packing.key_lengths))
             num_keys = key_lengths.repeat_interleave(lengths)  # of each token's segment
-            num_pairs_unread = self.num_pairs - int(num_keys[read].sum())
+            num_unused_pairs = self.num_pairs - int(num_keys[read].sum())
         names = [name for name, value in fields.items() if isinstance(value, torch.Tensor)]
         tensors = [self.input_ids, self.position_ids, *(fields[name] for name in names), slots, *more]
         ids, positions, *moved = to_device(tensors, device)
         packing = Packing(**fields | dict(zip(names, moved, strict=False))) if self.packing else None
         inputs = {"input_ids": ids, "position_ids": positions, "packing": packing}
-        return replace(self, **inputs, num_pairs_unread=num_pairs_unread), *moved[len(names) :]
+        return replace(self, **inputs, num_unused_pairs=num_unused_pairs), *moved[len(names) :]
 
     def model_arguments(self, *, with_packing: bool) -> dict[str, Any]:
         """Keyword arguments of a transformers backbone: `position_ids`, and the packing of the row if its
@@ -73,7 +73,7 @@ def build_model_inputs(
     is_packed: bool,
     group_sizes: torch.Tensor | None = None,
 ) -> ModelInputs:
-    """Model inputs of sequences laid end to end: token_ids (total,) int64, lengths (S,) int64 above 0, all on
+    """Model inputs of concatenated sequences: token_ids (total,) int64, lengths (S,) int64 above 0, all on
     the CPU.
 
     If packed, the sequences of a group, which are adjacent, share their common prefix; group_sizes (G,)
@@ -106,7 +106,7 @@ def common_lengths(token_ids: torch.Tensor, lengths: torch.Tensor, group_sizes: 
 
 
 def _pack(token_ids: torch.Tensor, lengths: torch.Tensor, group_sizes: torch.Tensor) -> ModelInputs:
-    """Model inputs of one row: of each group its first sequence whole, then the rest of the others."""
+    """Model inputs of one row: of each group the first sequence, then the others without its prefix."""
     shared = common_lengths(token_ids, lengths, group_sizes).repeat_interleave(group_sizes)  # (S,)
     starts = lengths.cumsum(0) - lengths
     is_first = torch.zeros(len(lengths), dtype=torch.bool)
@@ -121,16 +121,16 @@ def _pack(token_ids: torch.Tensor, lengths: torch.Tensor, group_sizes: torch.Ten
     ]
 
     # Segments: a group's shared prefix, and the rest of each sequence, which also attends to the prefix.
-    of_sequences = torch.stack([is_first * shared, lengths - shared], dim=1).flatten()  # (2S,)
-    keys_of_sequences = torch.stack([shared, lengths], dim=1).flatten()
-    is_piece = of_sequences > 0
-    piece_lengths = of_sequences[is_piece]
-    key_lengths = keys_of_sequences[is_piece]
+    new_lengths = torch.stack([is_first * shared, lengths - shared], dim=1).flatten()  # (2S,)
+    attended_lengths = torch.stack([shared, lengths], dim=1).flatten()
+    is_segment = new_lengths > 0
+    segment_lengths = new_lengths[is_segment]
+    key_lengths = attended_lengths[is_segment]
     key_slots = None
     if shared.any():
-        key_slots = token_slots[token_positions(key_lengths, starts.repeat_interleave(2)[is_piece])]
+        key_slots = token_slots[token_positions(key_lengths, starts.repeat_interleave(2)[is_segment])]
     packing = Packing(
-        piece_lengths.tolist(), key_lengths.tolist(), _ends(piece_lengths), _ends(key_lengths), key_slots
+        segment_lengths.tolist(), key_lengths.tolist(), _ends(segment_lengths), _ends(key_lengths), key_slots
     )
     return ModelInputs(
         token_ids[is_kept].unsqueeze(0),
@@ -138,7 +138,7 @@ def _pack(token_ids: torch.Tensor, lengths: torch.Tensor, group_sizes: torch.Ten
         token_slots,
         token_slots[starts + lengths - 1],
         num_tokens=int(is_kept.sum()),
-        num_pairs=int((piece_lengths * key_lengths).sum()),
+        num_pairs=int((segment_lengths * key_lengths).sum()),
         packing=packing,
     )
 

@@ -14,8 +14,8 @@ from common.ranks import distributed
 
 
 class OffloadedWeights:
-    """Parameters and buffers of a model, which are on the GPU only within `on_device`. Nothing is copied
-    back: they must not change.
+    """Parameters and buffers of a model, on the GPU only within `on_device`. They must not change there:
+    nothing is copied back.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -24,7 +24,7 @@ class OffloadedWeights:
         parts = _tensors_by_layer(model, self._layers)
         self._parts = [[(tensor, tensor.data.pin_memory()) for tensor in part] for part in parts]
         self._copying = torch.cuda.Stream()
-        self._give_back()
+        self._move_to_cpu()
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -49,7 +49,7 @@ class OffloadedWeights:
             computing.wait_stream(self._copying)  # before it reuses the memory
             for hook in hooks:
                 hook.remove()
-            self._give_back()
+            self._move_to_cpu()
 
     def _copy(self, part: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
         """Start copying a part; return the event of its completion."""
@@ -58,7 +58,7 @@ class OffloadedWeights:
                 tensor.data.copy_(data, non_blocking=True)
             return self._copying.record_event()
 
-    def _give_back(self) -> None:
+    def _move_to_cpu(self) -> None:
         for tensor, data in chain(*self._parts):
             tensor.data = data
 
@@ -68,7 +68,7 @@ def _wait(computing: torch.cuda.Stream, arrival: torch.cuda.Event, *_: Any) -> N
 
 
 def _tensors_by_layer(model: nn.Module, layers: list[nn.Module]) -> list[list[torch.Tensor]]:
-    """Tensors of no layer, then those of each layer; a shared tensor only in its first part."""
+    """Tensors outside the layers, then those of each layer; a shared tensor only in its first part."""
     owned = [list(layer.modules()) for layer in layers]
     inside = set(chain(*owned))
     seen = {}

@@ -151,7 +151,7 @@ class OutputHead(NamedTuple):
         """Logits (n, V) before the model's scaling and soft cap."""
         return F.linear(self.hidden[rows], self.weight, self.bias)
 
-    def followed_logits(
+    def differentiable_logits(
         self, rows: slice, mask: SamplingMask | None = None, raw: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Raw logits (n, V), computed if not given, and those after transform and mask, recorded by
@@ -285,11 +285,11 @@ class _TokenScores(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normalisers)
         for rows in head.chunks():
-            raw, logits = head.followed_logits(rows, mask, ctx.kept.pop(rows.start, None))
+            raw, logits = head.differentiable_logits(rows, mask, ctx.kept.pop(rows.start, None))
             of_entropies = None if grad_entropies is None else (entropies[rows], grad_entropies[rows])
             scored = logits.detach(), token_ids[rows], normalisers[rows]
-            of_logits = _softmax_gradient(*scored, ctx.options, grad_logprobs[rows], of_entropies)
-            gradients.add(rows, raw, logits, of_logits)
+            grad_logits = _softmax_gradient(*scored, ctx.options, grad_logprobs[rows], of_entropies)
+            gradients.add(rows, raw, logits, grad_logits)
         return *gradients.result(hidden.dtype), None, None, None, None
 
 
@@ -330,7 +330,7 @@ class _SummedLogprobs(SummedOverTokens):
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         gradients = HeadGradients(head, ctx.needs_input_grad) if any(ctx.needs_input_grad[:3]) else None
         for rows in head.chunks():
-            raw, logits = head.followed_logits(rows)
+            raw, logits = head.differentiable_logits(rows)
             scored = logits.detach(), token_ids[rows]
             logprobs, _, normalisers = _softmax_scores(*scored, options, with_entropy=False)
             total += logprobs.double().sum()
@@ -355,27 +355,27 @@ class HeadGradients:
         """`needs`: whether each of the three, in this order, is needed."""
         self.head = head
         summed = torch.promote_types(head.weight.dtype, torch.float32)
-        self.of_hidden = torch.empty_like(head.hidden) if needs[0] else None
-        self.of_weight = torch.zeros_like(head.weight, dtype=summed) if needs[1] else None
-        self.of_bias = torch.zeros_like(head.bias, dtype=summed) if needs[2] else None
+        self.grad_hidden = torch.empty_like(head.hidden) if needs[0] else None
+        self.grad_weight = torch.zeros_like(head.weight, dtype=summed) if needs[1] else None
+        self.grad_bias = torch.zeros_like(head.bias, dtype=summed) if needs[2] else None
 
-    def add(self, rows: slice, raw: torch.Tensor, logits: torch.Tensor, of_logits: torch.Tensor) -> None:
-        """Add a chunk's gradients: `of_logits` is the gradient of `logits`, the transformed and masked
+    def add(self, rows: slice, raw: torch.Tensor, logits: torch.Tensor, grad_logits: torch.Tensor) -> None:
+        """Add a chunk's gradients: `grad_logits` is the gradient of `logits`, the transformed and masked
         `raw`.
         """
         if logits is not raw:
-            (of_logits,) = torch.autograd.grad(logits, raw, of_logits)
+            (grad_logits,) = torch.autograd.grad(logits, raw, grad_logits)
         hidden, weight, *_ = self.head
-        if self.of_hidden is not None:
-            torch.mm(of_logits, weight, out=self.of_hidden[rows])
-        if self.of_weight is not None and of_logits.dtype == torch.bfloat16:
-            self.of_weight += of_logits.t() @ hidden[rows]
-        elif self.of_weight is not None:  # in fp16 even a single chunk's product may exceed 65504
-            summed = self.of_weight.dtype
-            self.of_weight.addmm_(of_logits.t().to(summed), hidden[rows].to(summed))
-        if self.of_bias is not None:
-            self.of_bias += of_logits.sum(0, dtype=self.of_bias.dtype)
+        if self.grad_hidden is not None:
+            torch.mm(grad_logits, weight, out=self.grad_hidden[rows])
+        if self.grad_weight is not None and grad_logits.dtype == torch.bfloat16:
+            self.grad_weight += grad_logits.t() @ hidden[rows]
+        elif self.grad_weight is not None:  # in fp16 even a single chunk's product may exceed 65504
+            summed = self.grad_weight.dtype
+            self.grad_weight.addmm_(grad_logits.t().to(summed), hidden[rows].to(summed))
+        if self.grad_bias is not None:
+            self.grad_bias += grad_logits.sum(0, dtype=self.grad_bias.dtype)
 
     def result(self, dtype: torch.dtype) -> list[torch.Tensor | None]:
         """The three in a dtype, None for those that are not needed."""
-        return [g if g is None else g.to(dtype) for g in (self.of_hidden, self.of_weight, self.of_bias)]
+        return [g if g is None else g.to(dtype) for g in (self.grad_hidden, self.grad_weight, self.grad_bias)]

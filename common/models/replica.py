@@ -21,9 +21,9 @@ _NUM_TOKENS = 96
 _LAYERS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "vision_layers"}
 _LAYERS |= {f"{side}_layers" for side in ("encoder", "decoder", "num_encoder", "num_decoder")}
 # Layers before the first one with experts, or with scaled weights (RWKV).
-_FIRST = {"first_k_dense_replace", "num_dense_layers", "rescale_every"}
+_LEADING_LAYERS = {"first_k_dense_replace", "num_dense_layers", "rescale_every"}
 # Upper limits in a narrow configuration, by a pattern of their names; the first match is used.
-_MOST = {
+_UPPER_LIMITS = {
     r"vocab_size": _NUM_TOKENS,
     r"per_tok|^(moe_)?top_?k|moe_k$": 2,
     r"expert_(ffn|dim)|intermediate|ffn|inner|mlp_dim": 64,
@@ -34,7 +34,7 @@ _MOST = {
 }
 # Attention windows, small enough for short rows to exceed; router noise, large enough to show.
 _WINDOW = re.compile(r"(sliding|attention)_(window|chunk)(_size)?$")
-_MOST_WINDOW, _NOISE = 4, 0.5
+_MAX_WINDOW, _NOISE = 4, 0.5
 _MEASURED: dict[Any, Any] = {}
 _REPLICAS: list[PreTrainedModel] = []  # replicas of the running measurement
 
@@ -57,7 +57,7 @@ def build_replica(auto_class: Any, config: PreTrainedConfig, **options: Any) -> 
     """A random model in fp32 on the CPU, in eval mode; every weight affects its outputs.
 
     `options` go to `auto_class.from_config`. Leaves the random state unchanged. Raises whatever the family's
-    code raises if it cannot be small.
+    code raises if it cannot be shrunk.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -68,7 +68,7 @@ def build_replica(auto_class: Any, config: PreTrainedConfig, **options: Any) -> 
                 model = auto_class.from_config(copy.deepcopy(config), **options)
             if sum(parameter.numel() for parameter in model.parameters()) <= MAX_PARAMETERS:
                 break
-            assert change or model.num_parameters() < 8 * MAX_PARAMETERS, "it cannot be made small"
+            assert change or model.num_parameters() < 8 * MAX_PARAMETERS, "it cannot be shrunk"
         with torch.device("cpu"):
             model = auto_class.from_config(config, dtype=torch.float32, **options).eval()
         for parameter in model.parameters():
@@ -84,8 +84,8 @@ def _shorten(config: PreTrainedConfig) -> None:
     """Keep one layer of each kind, at least two, in a configuration and its parts (vision, text)."""
     for part in _parts(config):
         numbers = vars(part)
-        numbers |= {name: min(numbers[name] or 0, 1) for name in _FIRST & numbers.keys()}
-        numbers |= {n: min(x, _MOST_WINDOW) for n, x in numbers.items() if x and _WINDOW.match(n)}
+        numbers |= {name: min(numbers[name] or 0, 1) for name in _LEADING_LAYERS & numbers.keys()}
+        numbers |= {n: min(x, _MAX_WINDOW) for n, x in numbers.items() if x and _WINDOW.match(n)}
         numbers |= {n: _NOISE for n, x in numbers.items() if x and "jitter" in n}
         num_layers = max((numbers[name] or 0 for name in _LAYERS & numbers.keys()), default=0)
         if num_layers <= 2:
@@ -126,12 +126,12 @@ def _narrow(config: PreTrainedConfig) -> None:
     for part, heads, width in shapes:
         for name, value in vars(part).items():
             if type(value) is int and value > 1:
-                vars(part)[name] = _few(name, value, heads or 0, width, widths)
+                vars(part)[name] = _reduced(name, value, heads or 0, width, widths)
             elif isinstance(value, list) and "intermediate" in name:
                 vars(part)[name] = [min(number, 64) for number in value]
 
 
-def _few(name: str, value: int, heads: int, width: int | None, widths: dict[int, int]) -> int:
+def _reduced(name: str, value: int, heads: int, width: int | None, widths: dict[int, int]) -> int:
     """A smaller number for a narrow configuration."""
     if "token_id" in name or "token_index" in name:
         return value if value < _NUM_TOKENS else 0
@@ -143,7 +143,7 @@ def _few(name: str, value: int, heads: int, width: int | None, widths: dict[int,
         return max(value * _NUM_HEADS // heads, 1)
     if not heads and "intermediate" in name:
         return value * widths.get(width, 64) // (width or value)
-    return next((min(value, most) for words, most in _MOST.items() if re.search(words, name)), value)
+    return next((min(value, most) for words, most in _UPPER_LIMITS.items() if re.search(words, name)), value)
 
 
 def _parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:

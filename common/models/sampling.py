@@ -80,7 +80,7 @@ def sample_tokens(
             whole = weights.sum(-1, dtype=torch.float64)
             weights.masked_fill_(weights < _smallest_weight_kept(weights, top_k, top_p), 0.0)
             log_kept = (weights.sum(-1, dtype=torch.float64) / whole).log().float()
-        token_ids = _invert_cumulated(weights, uniforms).clamp_(0, logits.shape[1] - 1)
+        token_ids = _invert_cumulative(weights, uniforms).clamp_(0, logits.shape[1] - 1)
     else:
         token_ids = logits.argmax(-1)
     chosen = logits.gather(-1, token_ids.unsqueeze(-1))
@@ -152,15 +152,15 @@ def _find_weight_by_digits(weights: torch.Tensor, masses: torch.Tensor, target: 
         digit = (upto[:, :-1] < target).sum(-1, keepdim=True)
         return digit, (upto - sums).gather(1, digit)
 
-    places = (_BITS_OF_WEIGHT_ONE - weights.view(torch.int32)).clamp_(0, _BITS_OF_WEIGHT_ONE - _BITS_OF_ONE)
-    high_digits = places >> _LOW_BITS
+    offsets = (_BITS_OF_WEIGHT_ONE - weights.view(torch.int32)).clamp_(0, _BITS_OF_WEIGHT_ONE - _BITS_OF_ONE)
+    high_digits = offsets >> _LOW_BITS
     high, before = find(high_digits, 0)
     masses.masked_fill_(high_digits != high.int(), 0)
-    low, _ = find(places & ((1 << _LOW_BITS) - 1), before)
+    low, _ = find(offsets & ((1 << _LOW_BITS) - 1), before)
     return (_BITS_OF_WEIGHT_ONE - ((high << _LOW_BITS) | low)).int().view(torch.float32)
 
 
-def _invert_cumulated(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def _invert_cumulative(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """For each row the first token whose cumulative weight exceeds uniform * total: (B,) int64."""
     num_tokens = weights.shape[-1]
     cumulated = _block_sums(weights).cumsum(-1)  # (B, blocks)

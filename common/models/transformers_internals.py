@@ -41,7 +41,7 @@ def takes_flash(model_class: Any, implementation: str) -> bool:
 def keep_layers(config: PreTrainedConfig, kept: list[int]) -> None:
     """Keep only the per-layer configurations of layers `kept` of a heterogeneous model, in that order."""
     layers = config._heterogeneity_spec.per_layer_overrides
-    own = {place: layers[layer] for place, layer in enumerate(kept) if layer in layers}
+    own = {position: layers[layer] for position, layer in enumerate(kept) if layer in layers}
     config._heterogeneity_spec.per_layer_overrides = own
 
 

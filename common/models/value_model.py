@@ -60,8 +60,8 @@ class ValueModel(nn.Module):
         return getattr(plain_model(self.classifier).config, POOLING, "last")
 
     def forward(self, inputs: ModelInputs, slots: torch.Tensor | None = None) -> torch.Tensor:
-        """Values (N,) fp32 at `slots` (N,) int64 of the inputs, rows end to end; by default those of all
-        tokens in the packed order.
+        """Values (N,) fp32 at `slots` (N,) int64 of the inputs; by default those of all tokens in the
+        packed order.
         """
         plain = plain_model(self.classifier)
         slots = inputs.token_slots if slots is None else slots

@@ -40,9 +40,7 @@ def find_template(
             if args.eot_token or not (error.token and set_end_of_turn(tokenizer, error.token)):
                 raise
             template = build_template(args.template, tokenizer, args.chat_template_kwargs)
-            notes.append(
-                f"{flag} {name_or_path}: turns end with {error.token!r}, as its chat template has it"
-            )
+            notes.append(f"{flag} {name_or_path}: turns end with {error.token!r}, as in its chat template")
     if recorded and recorded != args.template:
         notes.append(
             f"--template {given}: {name_or_path} was trained with --template {recorded}; leave the flag out "
@@ -50,7 +48,7 @@ def find_template(
         )
     if is_default and args.template == ChatTemplate.name:
         notes.append(
-            f"{flag} {name_or_path} has a chat template, which is used; --template {DEFAULT_TEMPLATE} has "
+            f"{flag} {name_or_path} has a chat template, which is used; --template {DEFAULT_TEMPLATE} uses "
             "Human:/Assistant: text"
         )
     return template, notes

@@ -22,16 +22,16 @@ def check_memory(stage: int, argv: Sequence[str] | None = None) -> None:
     """
     if not distributed.has_gpu():
         return
-    words = sys.argv[1:] if argv is None else argv
+    argv = sys.argv[1:] if argv is None else argv
 
     def verdict() -> str:
-        return "" if os.environ.get("NO_PLAN") or print_plan(stage, words) else "too large"
+        return "" if os.environ.get("NO_PLAN") or print_plan(stage, argv) else "too large"
 
     if distributed.text_of_first_rank("memory plan", verdict):
         raise SystemExit(TOO_LARGE)
 
 
-def print_plan(stage: int, words: Sequence[str]) -> bool:
+def print_plan(stage: int, argv: Sequence[str]) -> bool:
     """Print the plan of a step with these flags, or why there is none; return whether the step may start.
 
     The plan is made in a separate process, because ranks do not import tools.
@@ -40,7 +40,7 @@ def print_plan(stage: int, words: Sequence[str]) -> bool:
     machines = {"gpu": "here", "num_gpus": num_gpus, "num_nodes": -(-distributed.world_size() // num_gpus)}
     given = [word for name, value in machines.items() for word in (f"--{name}", str(value))]
     # -P: the current folder, which may have another `tools`, is not searched.
-    command = [sys.executable, "-P", "-m", "tools.plan", *given, "--stage", str(stage), *words]
+    command = [sys.executable, "-P", "-m", "tools.plan", *given, "--stage", str(stage), *argv]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     options = {"env": os.environ | {"PYTHONPATH": path}, "capture_output": True, "errors": "replace"}
     try:

@@ -142,11 +142,11 @@ def check_new_tokens(
         return []
     new = sorted((i, token) for token, i in tokenizer.get_vocab().items() if i >= num_rows)
     shown = ", ".join(token for _, token in new[:3])
-    text = f"{flag} has {num_rows} rows, and its tokenizer {len(new)} tokens behind them ({shown})"
+    text = f"{flag} has {num_rows} embedding rows, but its tokenizer has {len(new)} more tokens ({shown})"
     learned = [i for i, _ in new if i != tokenizer.pad_token_id or i == tokenizer.eos_token_id]
     problems.add_if(
         lora_flag and learned and args.only_optimize_lora,
         f"{text}: adapters do not train embedding rows, so new rows would keep their initial values; give "
         f"--only_optimize_lora false, or leave {lora_flag} out",
     )
-    return [f"{text}: their rows begin as the mean of the others"]
+    return [f"{text}: their rows are initialised with the mean of the others"]

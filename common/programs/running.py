@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from common.flags.streams import settle_streams
+from common.flags.streams import harden_streams
 from common.programs.startup import quiet_libraries
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepRefused, TooManyBadSteps, say
@@ -15,7 +15,7 @@ from common.runs.run import Stopped
 from common.runs.run_files import STOPPED
 
 
-def _leave_at_once(*_: Any) -> None:
+def _exit_at_once(*_: Any) -> None:
     """End the process; a KeyboardInterrupt would be lost inside a destructor or a C++ callback.
 
     Waits for nothing: other threads and ranks may be inside a collective.
@@ -31,11 +31,11 @@ def run_program(program: Callable[[], None]) -> None:
     Ctrl-C, a skipped step, an out-of-memory error and another rank's failure end it with one line and no
     traceback.
     """
-    settle_streams()
+    harden_streams()
     quiet_libraries()
-    watchdog.tell_phases()
+    watchdog.print_progress_lines()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # unless a shell ignores it
-        signal.signal(signal.SIGINT, _leave_at_once)
+        signal.signal(signal.SIGINT, _exit_at_once)
     code, cause = 0, None
     try:
         program()
@@ -54,7 +54,7 @@ def run_program(program: Callable[[], None]) -> None:
         run_files.release_lock(3)
         os._exit(3)
     except Exception as error:
-        watchdog.leave_after(error)
+        watchdog.exit_on_error(error)
         code = 1
         raise
     finally:

@@ -16,7 +16,7 @@ from common.data.stage_datasets import StageData
 from common.engine.ds_config import build_engine, config_of
 from common.engine.engine_step import LossTerm, compute_gradients, take_steps
 from common.flags.args import Problems
-from common.models.four_bit import refusals
+from common.models.four_bit import incompatible_flags
 from common.models.saved_adapters import is_adapter
 from common.programs import conversation_form, model_checks, startup
 from common.programs.startup import Start
@@ -59,8 +59,8 @@ def begin(
         check(config, args, problems)
     if args.lora_dim:
         model_checks.check_lora("--lora_module_name", config, args.lora_module_name, args, problems)
-    for refusal in refusals(args):
-        problems.add(refusal)
+    for problem in incompatible_flags(args):
+        problems.add(problem)
     start.tokenizer = config and model_checks.check_tokenizer(flag, args.model_name_or_path, args, problems)
     lora_flag = "--lora_dim" if args.lora_dim or is_adapter(args.model_name_or_path) else ""
     start.notes += model_checks.check_new_tokens(
@@ -144,7 +144,7 @@ class Trainer:
         """Number of items that the loss is averaged over (rows)."""
         return len(batch)
 
-    def judge(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
+    def evaluate_batches(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
         """Metrics of held-out batches, each with a mask of rows that count. Every rank must call this."""
         raise NotImplementedError
 
@@ -171,7 +171,7 @@ class Trainer:
     def evaluate(self, step: int, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> Any:
         """Compute, log and return the held-out metrics. Every rank must call this."""
         self.engine.eval()
-        figures = self.judge(batches)
+        figures = self.evaluate_batches(batches)
         self.logger.log_event(step, {f"{self.kind}/eval_{name}": value for name, value in figures.items()})
         return figures
 
@@ -228,9 +228,9 @@ def train(
         for line in data.report.lines():
             logger.note(line)
         evaluate(0)
-        run.point(0)
+        run.checkpoint_if_due(0)
     batches = rows.batches(trainer.is_packed)
-    batches.num_drawn = run.step
+    batches.num_taken = run.step
 
     def train_step(step: int) -> None:
         with watchdog.phase("the training step", step):

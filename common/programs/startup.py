@@ -33,10 +33,10 @@ from common.ranks.deepspeed_internals import DEEPSPEED, require_version
 from common.ranks.failures import cure_of_write, has_lost_ranks
 from common.runs import run_files
 from common.runs.durable_files import read_if_whole
-from common.runs.resume import EarlierRun, find_run, settle_dtype
+from common.runs.resume import EarlierRun, find_run, resolve_dtype
 from common.runs.run_logger import missing_trackers
 
-OF_A_GROUP = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def quiet_libraries() -> None:
@@ -100,11 +100,11 @@ def check_run(args: RunArguments, problems: Problems) -> list[str]:
     Exits immediately if the launcher's environment is inconsistent.
     """
     if not check_environment(problems):  # there may be no rank 0 in that case
-        problems.exit_if_any(is_told_by_all=True)
+        problems.exit_if_any(on_every_rank=True)
     for library, tested in {"deepspeed": DEEPSPEED, "transformers": TRANSFORMERS}.items():
         with problems.catch():
             require_version(library, tested)
-    notes = settle_dtype(args) + check_device(args.dtype, problems)
+    notes = resolve_dtype(args) + check_device(args.dtype, problems)
     dtype = distributed.dtype_name(args.dtype)
     data_types = None
     with problems.catch():
@@ -119,18 +119,19 @@ def check_run(args: RunArguments, problems: Problems) -> list[str]:
 
 def check_environment(problems: Problems) -> bool:
     """Whether the launcher's variables are consistent; adds a problem if not."""
-    given = {name: os.environ[name] for name in (*OF_A_GROUP, "LOCAL_RANK") if name in os.environ}
+    given = {name: os.environ[name] for name in (*GROUP_VARIABLES, "LOCAL_RANK") if name in os.environ}
     lone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": 29500}
     try:
         rank, size, _, port = (int(given.get(name, number)) for name, number in lone.items())
-        is_whole = all(given.get(name) for name in OF_A_GROUP) or ("RANK" not in given and size == 1)
+        is_whole = all(given.get(name) for name in GROUP_VARIABLES) or ("RANK" not in given and size == 1)
         is_good = is_whole and rank in range(size) and port in range(2**16)
     except ValueError:
         is_good = False
     shown = " ".join(f"{name}={value}" for name, value in given.items())
     problems.add_if(
         not is_good,
-        f"{shown} in the environment do not define a process group, which needs {', '.join(OF_A_GROUP)}, "
+        f"{shown} in the environment do not define a process group, which needs "
+        f"{', '.join(GROUP_VARIABLES)}, "
         "and RANK from 0 and below WORLD_SIZE; start with deepspeed or torchrun, or unset them for "
         "a single process",
     )
@@ -155,7 +156,7 @@ def check_device(dtype: str, problems: Problems) -> list[str]:
         f"needs its own; start {num_gpus}: --num_gpus of deepspeed, --nproc_per_node of torchrun",
     )
     if rank >= num_gpus:
-        problems.exit_if_any(is_told_by_all=True)
+        problems.exit_if_any(on_every_rank=True)
     distributed.choose_device()
     if dtype not in ("", "bf16") or distributed.computes_bf16():
         return []
@@ -224,7 +225,7 @@ def as_problem(problems: Problems) -> Iterator[None]:
             if error.filename is None:  # of a connection, or from another rank
                 raise
             text = (
-                f"{error.filename} cannot be used ({error.strerror}); {cure_of_write(error)}, or give "
+                f"{error.filename} cannot be used ({error.strerror}); {cure_of_write(error)}, or choose "
                 "another place by --output_dir, --data_output_path or the flag that names it"
             )
         problems.add(text)

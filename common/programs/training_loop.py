@@ -1,4 +1,4 @@
-"""Code around every step's trainer: loads models by flags, runs the remaining steps, saves."""
+"""Code around every step's trainer: loads models from flags, runs the remaining steps, saves."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +55,7 @@ def load_ranker(
 
 
 def count_steps(args: Any, steps_per_epoch: int) -> int:
-    """Number of steps of the whole run: epochs, or fewer by --max_train_steps."""
+    """Number of steps of the whole run: epochs, or fewer under --max_train_steps."""
     num_steps = args.num_train_epochs * steps_per_epoch
     return min(num_steps, args.max_train_steps) if args.max_train_steps else num_steps
 
@@ -63,7 +63,7 @@ def count_steps(args: Any, steps_per_epoch: int) -> int:
 def runs_packed(args: Any, model: nn.Module) -> bool:
     """Whether a PolicyModel or ValueModel runs packed sequences.
 
-    Prints a note, once per kind of model, if it has no attention for that and padding costs something.
+    Prints a note, once per kind of model, if it does not and padding costs something.
     """
     plain = plain_model(saved_model(model))
     is_packed = takes_packed(plain)
@@ -72,8 +72,8 @@ def runs_packed(args: Any, model: nn.Module) -> bool:
     )
     if not is_packed and (args.packed or shares_prompts):
         kind = f"{plain.config.model_type} in {distributed.dtype_name(args.dtype)}"
-        lost = "; a prompt is computed for each of its answers" if shares_prompts else ""
-        distributed.say_once(f"note: {kind} has no attention here for rows without padding{lost}")
+        cost = "; each prompt is computed again for each of its responses" if shares_prompts else ""
+        distributed.say_once(f"note: {kind} cannot run packed rows, so they are padded{cost}")
     return is_packed
 
 
@@ -90,16 +90,16 @@ def run_steps(run: Run, train_step: Callable[[int], None], evaluate: Callable[[i
     """
     while run.step < run.logger.num_steps:
         step = run.step + 1
-        refusal = None
+        bad_step = None
         try:
             train_step(step)
         except StepRefused as error:
-            refusal = error
+            bad_step = error
         run.step = step
-        if refusal:
-            run.refuse(step, refusal)
+        if bad_step:
+            run.record_bad_step(step, bad_step)
         evaluate(step)
-        run.point(step)
+        run.checkpoint_if_due(step)
     if not run.num_updates:
         raise TooManyBadSteps(
             f"none of the {run.step} steps changed the model, so nothing is exported; fix the problems "

@@ -1,4 +1,4 @@
-"""Every private member of DeepSpeed that is used, for the versions that they were tested with.
+"""All uses of private members of DeepSpeed, with the versions that they were tested with.
 
 Call `install` before an engine is built.
 """
@@ -23,7 +23,7 @@ def require_version(library: str, tested: str) -> None:
     installed = importlib.metadata.version(library)
     if not SpecifierSet(tested).contains(installed, prereleases=True):
         raise ValueError(
-            f"{library} {installed} is installed, and its internals were tested with {tested} alone: "
+            f"{library} {installed} is installed, but its internals were tested only with {tested}: "
             f"pip install '{library}{tested}'"
         )
 

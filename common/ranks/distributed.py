@@ -65,6 +65,9 @@ def start(local_rank: int = -1, collective_timeout: float = 1800.0) -> None:
     if has_gpu() and not ALLOCATOR_VARIABLES & os.environ.keys():
         # Each phase requests other block sizes than the last one freed; expandable segments can be reused.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    if has_gpu():
+        # In captured passes NCCL would register an expandable segment as one allocation, and hang.
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     choose_device()
     if not dist.is_initialized():
         backend = "nccl" if has_gpu() else "gloo"

@@ -25,15 +25,15 @@ import torch.distributed as dist
 from common.ranks.failures import say
 
 OTHER_RANK_FAILED = 4
-LOOK_SECONDS = 0.5
+CHECK_SECONDS = 0.5
 DEAD_SECONDS = 1.0  # since the last heartbeat of a dead process: Ctrl-C ends all at about the same time
 SILENT_SECONDS = 2.5  # since the last heartbeat of a rank that others wait for
 SETTLE_SECONDS = 3.0  # from a failed collective to the verdict: a missing heartbeat must be noticed first
-LEAVE_SECONDS = 30.0  # for the others to exit after a rank that left with an exit code
-HEAR_SECONDS = 3.0  # for the others to read the verdict before rank 0, which hosts the store, exits
+EXIT_SECONDS = 30.0  # for the others to exit after a rank that left with an exit code
+READ_SECONDS = 3.0  # for the others to read the verdict before rank 0, which hosts the store, exits
 VERDICT = "verdict"
 PATIENT = "patient"  # group_desc of groups whose collectives may exceed the limit
-DIED = (
+DEATH_MESSAGE = (
     "its process disappeared without an error message. The launcher names the signal; the kernel's log "
     "(dmesg) shows whether memory had run out"
 )
@@ -63,7 +63,7 @@ class FailureDetector(threading.Thread):
     """The monitoring thread of a rank. `position()` returns the phase that the rank is in.
 
     `stores`: two clients of the group's store, for this thread and the main thread, because a client that
-    waits for a reply blocks its other callers. Time is counted in looks, one every LOOK_SECONDS, so it does
+    waits for a reply blocks its other callers. Time is counted in looks, one every CHECK_SECONDS, so it does
     not pass while this process is stopped (Ctrl-Z, the interpreter's lock).
     """
 
@@ -89,11 +89,11 @@ class FailureDetector(threading.Thread):
         self.lost_at = 0
         self.code = 0  # exit code of a voluntary exit
         self._is_over = threading.Event()
-        self._num_beats = self._num_looks = 0
+        self._num_beats = self._num_checks = 0
 
     # ---- the main thread
 
-    def tell_position(self) -> None:
+    def send_position(self) -> None:
         """Publish this rank's position without waiting for a reply."""
         with contextlib.suppress(dist.DistError):  # the monitoring thread finds the cause
             self._beat(self.main_store)
@@ -101,52 +101,52 @@ class FailureDetector(threading.Thread):
     def report_failure(self, text: str) -> None:
         """Shut down all ranks because this rank failed."""
         self._is_over.set()
-        self.join(HEAR_SECONDS)
+        self.join(READ_SECONDS)
         with contextlib.suppress(dist.DistError):  # rank 0 has already exited
-            self._speak(self._post(Verdict(text, self.rank), self.main_store))
-        self._all_leave(0.0 if self.rank else HEAR_SECONDS)
+            self._print_verdict(self._post(Verdict(text, self.rank), self.main_store))
+        self._announce_exit(0.0 if self.rank else READ_SECONDS)
 
-    def leave_with_others(self, text: str) -> None:
+    def exit_after_others(self, text: str) -> None:
         """Exit after other ranks were lost. The monitoring thread ends the process; if it stalls because its
         store does not reply, this call does.
         """
-        self.lost_at = self._num_looks
+        self.lost_at = self._num_checks
         self.lost = text
         num_looks = -1
-        while num_looks != self._num_looks:
-            num_looks = self._num_looks
+        while num_looks != self._num_checks:
+            num_looks = self._num_checks
             self.join(2 * SETTLE_SECONDS)
         self._is_over.set()
         process = self.beats[0].process if 0 in self.beats else None
-        self._leave(self._of_first(stuck(0, self.position(), 2 * SETTLE_SECONDS, process)))
+        self._exit(self._without_rank_0(stuck(0, self.position(), 2 * SETTLE_SECONDS, process)))
 
     def say_goodbye(self, code: int, reason: str) -> None:
         """Exit voluntarily, together with all other ranks; after a non-zero code they must follow within
-        LEAVE_SECONDS.
+        EXIT_SECONDS.
         """
         self.code = code
-        if not self._all_leave(min(LEAVE_SECONDS, self.collective_timeout / 2) if code else float("inf")):
+        if not self._announce_exit(min(EXIT_SECONDS, self.collective_timeout / 2) if code else float("inf")):
             text = f"rank {self.rank} left before the others, with exit code {code}, {self.position()}"
             self.report_failure(f"{text}: {reason}" if reason else text)
         self._is_over.set()
-        self.join(HEAR_SECONDS)
+        self.join(READ_SECONDS)
 
     # ---- the thread
 
     def run(self) -> None:
         """Send heartbeats and check the others until this rank exits."""
-        while not self._is_over.wait(LOOK_SECONDS):
+        while not self._is_over.wait(CHECK_SECONDS):
             try:
-                verdict = self.look()
+                verdict = self.check()
             except dist.DistError:  # the store has disappeared, and rank 0 with it
-                verdict = self._of_first(Verdict(f"rank 0 died {self.position()}: {DIED}", 0))
+                verdict = self._without_rank_0(Verdict(f"rank 0 died {self.position()}: {DEATH_MESSAGE}", 0))
             if verdict and not self._is_over.is_set():
-                self._leave(verdict)
+                self._exit(verdict)
                 return
 
-    def look(self) -> Verdict | None:
+    def check(self) -> Verdict | None:
         """Send a heartbeat, check the others, and return the verdict; None while all is well or undecided."""
-        self._num_looks += 1
+        self._num_checks += 1
         is_store_of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # set by torchrun
         if 0 in self.beats and is_dead(self.beats[0].process) and not is_store_of_launcher:
             raise dist.DistStoreError("it was in rank 0")  # its children may keep its sockets open
@@ -156,7 +156,7 @@ class FailureDetector(threading.Thread):
             return Verdict(*json.loads(posted))
         looks_at_all = self.rank == 0 or self.lost is not None
         self._read(range(self.world_size) if looks_at_all else {0, self.rank - 1})
-        verdict = self._judge()
+        verdict = self._diagnose()
         return self._post(verdict, self.store) if verdict else None
 
     def _beat(self, store: dist.Store) -> None:
@@ -176,13 +176,13 @@ class FailureDetector(threading.Thread):
         for rank, text in zip(known, texts, strict=True):
             beat = Beat(*json.loads(text))
             if rank not in self.beats or beat.number != self.beats[rank].number:
-                self.moved_at[rank] = self._num_looks
+                self.moved_at[rank] = self._num_checks
             self.beats[rank] = beat
 
     def _seconds_since(self, look: int) -> float:
-        return (self._num_looks - look) * LOOK_SECONDS
+        return (self._num_checks - look) * CHECK_SECONDS
 
-    def _judge(self) -> Verdict | None:
+    def _diagnose(self) -> Verdict | None:
         """Verdict if all ranks must exit: a process died; a rank that others wait for sends no heartbeat, or
         did not join a collective; or this rank's collective failed although all ranks are alive.
         """
@@ -191,7 +191,7 @@ class FailureDetector(threading.Thread):
         for rank, beat in sorted(self.beats.items()):
             seconds = self._seconds_since(self.moved_at[rank])
             if seconds >= DEAD_SECONDS and is_dead(beat.process):
-                return Verdict(f"rank {rank} died {beat.position}: {DIED}", rank)
+                return Verdict(f"rank {rank} died {beat.position}: {DEATH_MESSAGE}", rank)
             if seconds >= SILENT_SECONDS and (is_lost or rank in late):
                 return stuck(rank, beat.position, seconds, beat.process)
         if late:
@@ -205,8 +205,8 @@ class FailureDetector(threading.Thread):
         if is_lost:
             return Verdict(
                 f"rank {self.rank} failed first, {self.position()}: {self.lost}; look at the network "
-                "between the machines; where ranks send each other different things, "
-                "TORCH_DISTRIBUTED_DEBUG=DETAIL shows the first",
+                "between the machines; if ranks disagree on a collective, "
+                "TORCH_DISTRIBUTED_DEBUG=DETAIL names the first",
                 self.rank,
             )
         return None
@@ -218,7 +218,7 @@ class FailureDetector(threading.Thread):
             most |= Counter(beat.calls)  # maximum per group
         for group, n in most.items():
             if n != self.front.get(group, (0, 0))[0]:
-                self.front[group] = (n, self._num_looks)
+                self.front[group] = (n, self._num_checks)
         limit = self.collective_timeout
         awaited = {group: n for group, (n, look) in self.front.items() if self._seconds_since(look) >= limit}
         return [
@@ -229,20 +229,20 @@ class FailureDetector(threading.Thread):
 
     # ---- exit
 
-    def _speak(self, verdict: Verdict) -> None:
+    def _print_verdict(self, verdict: Verdict) -> None:
         """Print the reason for the shutdown (rank 0, or the rank that declared rank 0 dead)."""
         if self.rank == (0 if verdict.rank else verdict.by):
             say(f"error: {verdict.text}")
 
-    def _leave(self, verdict: Verdict) -> None:
+    def _exit(self, verdict: Verdict) -> None:
         """End this process."""
-        self._speak(verdict)
+        self._print_verdict(verdict)
         if verdict.stuck:
             kill(verdict.stuck)
-        self._all_leave(0.0 if self.rank else HEAR_SECONDS)
+        self._announce_exit(0.0 if self.rank else READ_SECONDS)
         os._exit(self.code or OTHER_RANK_FAILED)
 
-    def _all_leave(self, seconds: float) -> bool:
+    def _announce_exit(self, seconds: float) -> bool:
         """Announce that this rank exits, rank 0 last because it hosts the store; return whether all ranks
         exit.
         """
@@ -256,14 +256,14 @@ class FailureDetector(threading.Thread):
                 if self.main_store.check(others):
                     self.main_store.set(own_key, "")
                     return True
-                time.sleep(LOOK_SECONDS / 5)
+                time.sleep(CHECK_SECONDS / 5)
             return False
         return True
 
-    def _of_first(self, verdict: Verdict) -> Verdict:
+    def _without_rank_0(self, verdict: Verdict) -> Verdict:
         """Verdict on rank 0, whose store has disappeared; the first other rank on each machine prints it."""
         is_first = self.rank == 1 or os.environ.get("LOCAL_RANK") == "0"
-        time.sleep(LOOK_SECONDS if is_first else 2 * LOOK_SECONDS)  # a signal may be ending all ranks
+        time.sleep(CHECK_SECONDS if is_first else 2 * CHECK_SECONDS)  # a signal may be ending all ranks
         return verdict._replace(by=self.rank if is_first else -1)
 
 

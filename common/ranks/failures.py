@@ -61,10 +61,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 def cure_of_write(error: BaseException) -> str:
     """Cure for a file that could not be written."""
     if isinstance(error, PermissionError) or "Permission denied" in str(error):
-        return "get the right to write there"
+        return "get write permission there"
     if any(words in str(error) for words in NO_ROOM):
         return "make room"
-    return "see what the disk says"
+    return "check the disk"
 
 
 def has_lost_ranks(error: BaseException | None) -> bool:

@@ -37,7 +37,7 @@ class Position(NamedTuple):
 _position = Position()
 _depth = 0
 _detector: FailureDetector | None = None
-_told: set[str] | None = None  # outermost phases that the first rank has printed; None: it does not print
+_printed_phases: set[str] | None = None  # outermost phases that rank 0 has printed; None: it prints none
 _began = time.monotonic()
 
 
@@ -50,15 +50,15 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def tell_phases() -> None:
-    """Let the first rank print each kind of phase when it starts for the first time."""
-    global _told
-    _told = set()
+def print_progress_lines() -> None:
+    """Make the first rank print each kind of phase when it first starts."""
+    global _printed_phases
+    _printed_phases = set()
 
 
-def tell(text: str) -> None:
-    """Print the phase of the first rank and the seconds since the start, once `tell_phases` was called."""
-    if _told is not None and os.environ.get("RANK", "0") == "0":
+def print_progress(text: str) -> None:
+    """Print a line with the seconds since the start, on the first rank, after `print_progress_lines`."""
+    if _printed_phases is not None and os.environ.get("RANK", "0") == "0":
         say(f"[{time.monotonic() - _began:4.0f} s] {text}")
 
 
@@ -70,14 +70,14 @@ def phase(name: str, step: int | None = None, *, clock: str = "") -> Iterator[No
     """
     global _position, _depth
     kind = clock or name
-    if _told is not None and not _depth and kind not in _told:
-        _told.add(kind)
-        tell(name)
+    if _printed_phases is not None and not _depth and kind not in _printed_phases:
+        _printed_phases.add(kind)
+        print_progress(name)
     before = _position
     _position = current = Position(name, before.step if step is None else step)
     _depth += 1
     if _detector:
-        _detector.tell_position()
+        _detector.send_position()
     try:
         with COSTS.clock(clock) if clock else contextlib.nullcontext():
             yield
@@ -95,7 +95,7 @@ def start(store: dist.Store, rank: int, world_size: int, collective_timeout: flo
     global _detector
     stores = tuple(dist.PrefixStore("triptych", store.clone()) for _ in range(2))
     _detector = FailureDetector(rank, world_size, collective_timeout, lambda: str(_position), stores)
-    _detector.tell_position()  # a rank without a first heartbeat is not monitored
+    _detector.send_position()  # a rank without a first heartbeat is not monitored
     _detector.start()
     # For programs that do not use run_program.
     atexit.register(lambda: say_goodbye(int(hasattr(sys, "last_value"))))
@@ -111,7 +111,7 @@ def say_goodbye(code: int, cause: BaseException | None = None) -> None:
         detector.say_goodbye(code, first_line(cause) if cause else "")
 
 
-def leave_after(error: Exception) -> None:
+def exit_on_error(error: Exception) -> None:
     """Exit after an uncaught exception and shut down the other ranks.
 
     An out-of-memory error is printed as one line, another rank's failure as the line that names it, anything
@@ -128,7 +128,7 @@ def leave_after(error: Exception) -> None:
             os._exit(NO_MEMORY)
         return
     if has_lost_ranks(error) and not no_memory:
-        _detector.leave_with_others(text)
+        _detector.exit_after_others(text)
     if no_memory and rank != "0":  # rank 0 prints the verdict
         say(f"error: rank {rank} ran out of memory {_position}: {text}")
     elif not no_memory:

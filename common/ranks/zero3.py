@@ -117,8 +117,8 @@ def find_owned_runs(engine: Any) -> Iterator[OwnedRun]:
                 if addresses is None:
                     yield OwnedRun(p, 0, 0, flat)
                     continue
-                source, home = addresses
-                yield OwnedRun(p, source.start, source.numel, flat, home.start)
+                source, target = addresses
+                yield OwnedRun(p, source.start, source.numel, flat, target.start)
 
 
 class OptimizerStates:
@@ -144,13 +144,13 @@ class OptimizerStates:
         if len(self.pinned) != len(states):  # on the first call, and once moments exist
             pin = distributed.has_gpu()
             self.pinned = [(t, torch.empty_like(t, device="cpu", pin_memory=pin)) for t in states]
-        for state, place in self.pinned:
-            place.copy_(state)
-            state.data = place
+        for state, cpu_copy in self.pinned:
+            cpu_copy.copy_(state)
+            state.data = cpu_copy
 
     def reload(self) -> None:
         """Move the states back to the GPU."""
         if not self.is_ours:
             self.engine.reload_states()
-        for state, place in self.pinned:
-            state.data = place.to(distributed.device(), non_blocking=True)
+        for state, cpu_copy in self.pinned:
+            state.data = cpu_copy.to(distributed.device(), non_blocking=True)

@@ -90,13 +90,13 @@ def find_checkpoints(path: Path) -> tuple[list[Checkpoint], list[str]]:
     """The checkpoint at a path, or those of a run's folder, newest first; and messages on damaged ones."""
     parent = path if path.name == FOLDER else path / FOLDER
     folders = [path] if (path / META).exists() else [p for p in parent.glob("*") if checkpoint_order(p.name)]
-    checkpoints, doubts = [], []
+    checkpoints, damages = [], []
     for folder in sorted(folders, key=lambda p: checkpoint_order(p.name) or (), reverse=True):
         try:
             checkpoints.append(read_checkpoint(folder))
         except ValueError as error:
-            doubts.append(f"checkpoint {folder}: {error}")
-    return checkpoints, doubts
+            damages.append(f"checkpoint {folder}: {error}")
+    return checkpoints, damages
 
 
 def save_checkpoint(
@@ -118,7 +118,7 @@ def save_checkpoint(
             temporary.mkdir()
 
     def write() -> tuple[dict[str, Any], dict[str, Any]]:
-        # First, because json_state may reduce over ranks: no rank waits there for one that cannot write.
+        # First, because json_state may reduce over ranks, which would wait for one that cannot write.
         states = {part: thing.json_state() for part, thing in parts.items()}
         return states, _write_parts(temporary, parts)
 
@@ -172,20 +172,20 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def newest_whole(candidates: Sequence[Checkpoint], doubts: list[str]) -> Checkpoint | None:
+def newest_intact(candidates: Sequence[Checkpoint], damages: list[str]) -> Checkpoint | None:
     """The newest checkpoint whose files are all intact; None if there is none.
 
-    Appends messages on newer, damaged ones to `doubts`. Every rank must call this.
+    Appends messages on newer, damaged ones to `damages`. Every rank must call this.
     """
     for candidate in candidates:
         # Each rank verifies its share, so that each file is read once.
         share = slice(distributed.rank(), None, distributed.world_size())
-        damages = [d for d in distributed.gather_objects(candidate.damaged_file(share)) if d]
-        if not damages:
+        local_damages = [d for d in distributed.gather_objects(candidate.damaged_file(share)) if d]
+        if not local_damages:
             return candidate
-        doubts.append(f"checkpoint {candidate.folder}: {damages[0]}")
+        damages.append(f"checkpoint {candidate.folder}: {local_damages[0]}")
         if distributed.is_main():
-            print(f"{doubts[-1]}; it is passed over", flush=True)
+            print(f"{damages[-1]}; it is skipped", flush=True)
     return None
 
 
@@ -194,15 +194,17 @@ def load_newest(candidates: Sequence[Checkpoint], parts: Mapping[str, Stateful])
 
     Raises ValueError if none is intact, or it belongs to another run.
     """
-    doubts: list[str] = []
-    checkpoint = newest_whole(candidates, doubts)
+    damages: list[str] = []
+    checkpoint = newest_intact(candidates, damages)
     if checkpoint is None:
         raise ValueError(
-            f"{'; '.join(doubts)}. No checkpoint can be used; start over with --resume overwrite"
+            f"{'; '.join(damages)}. No checkpoint can be used; start over with --resume overwrite"
         )
     for part, thing in parts.items():
         try:
             thing.load(TensorReader(checkpoint.files(part)), checkpoint.meta["numbers"][part])
         except (KeyError, ValueError) as error:
-            raise ValueError(f"checkpoint {checkpoint.folder} is not of this run: {part}: {error}") from error
+            raise ValueError(
+                f"checkpoint {checkpoint.folder} does not belong to this run: {part}: {error}"
+            ) from error
     return checkpoint

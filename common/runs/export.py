@@ -150,8 +150,8 @@ def _replace(
         if has_lost_ranks(error):
             raise
         raise SaveFailed(
-            f"{folder} could not be written ({kind_and_line(error)}); what was there before is as it was. "
-            f"{cure_of_write(error).capitalize()}, then give the same command: it resumes from the last "
+            f"{folder} could not be written ({kind_and_line(error)}); its earlier content is unchanged. "
+            f"{cure_of_write(error).capitalize()}, then rerun the same command: it resumes from the last "
             "checkpoint"
         ) from error
 
@@ -162,7 +162,9 @@ def _write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     base = {}
     with contextlib.suppress(OSError, ValueError):  # removed since it was loaded
         base = get_tokenizer_config(tokenizer.name_or_path)
-    _edit(folder / "tokenizer_config.json", lambda said: add_older_tokenizer_names(said, base, tokenizer))
+    _edit(
+        folder / "tokenizer_config.json", lambda content: add_older_tokenizer_names(content, base, tokenizer)
+    )
 
 
 def _edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -268,8 +270,8 @@ def _savable_generation_config(
             dropped.append(name)
     if dropped:
         distributed.say_once(
-            f"note: generation_config.json of the export is without the base's {', '.join(dropped)}: as they "
-            "stand there they have no effect, and transformers would not save them"
+            f"note: generation_config.json of the export omits the base's {', '.join(dropped)}: they have "
+            "no effect, and transformers would not save them"
         )
     return kept
 
@@ -309,7 +311,7 @@ def save_adapter(
         config.inference_mode = True
         config.save_pretrained(temporary)
         if others and pooling != "last":  # not a field of PEFT, which warns of it
-            _edit(temporary / ADAPTER_CONFIG, lambda said: said.update({POOLING: pooling}))
+            _edit(temporary / ADAPTER_CONFIG, lambda content: content.update({POOLING: pooling}))
         save_file(weights, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
 
     _replace(Path(folder), fill, tokenizer, metadata)

@@ -39,7 +39,7 @@ def find_run(args: Any, problems: Problems) -> EarlierRun:
     if folder is None or args.resume == "overwrite":
         return EarlierRun()
     if args.resume == "never" or not (folder / ARGS_FILE).is_file():
-        _refuse_other_files(folder, problems, ", or give --resume overwrite to replace it")
+        _reject_other_files(folder, problems, ", or give --resume overwrite to replace it")
         return EarlierRun()
     try:
         finished = read_object(folder / FINISHED_FILE, steps=int, exports=list)
@@ -50,25 +50,25 @@ def find_run(args: Any, problems: Problems) -> EarlierRun:
     notes = []
     if finished and all(getattr(args, name) == flags.get(name) for name in LENGTH_FLAGS):
         exports = [folder / name for name in finished.get("exports", ["export"])]
-        if not (damage := "; ".join(filter(None, map(damage_of_export, exports)))):
+        if not (broken := "; ".join(filter(None, map(damage_of_export, exports)))):
             compare_flags(args, flags, str(folder), problems)
             text = f"the run in {folder} has finished: {finished.get('steps')} steps; its models are in"
             return EarlierRun(finished=f"{text} {folder}/export. --resume overwrite starts it over")
-        notes.append(f"{damage}: it is written again")
-    checkpoints, doubts = find_checkpoints(folder)
-    notes += [f"{doubt}; it is passed over" for doubt in doubts]
+        notes.append(f"{broken}: it will be written again")
+    checkpoints, damages = find_checkpoints(folder)
+    notes += [f"{damage}; it is skipped" for damage in damages]
     if checkpoints:
         notes += compare_flags(args, checkpoints[0].meta["args"], str(checkpoints[0].folder), problems)
-    elif doubts or finished:
-        why = "; ".join([*doubts, *notes]) or "it has finished without one"
+    elif damages or finished:
+        why = "; ".join([*damages, *notes]) or "it has finished without one"
         problems.add(f"{why}. No checkpoint of {folder} can be used; start over with --resume overwrite")
     else:
         notes += compare_flags(args, flags, str(folder), problems)
-        notes.append(f"the run in {folder} had saved no checkpoint yet: it starts over")
+        notes.append(f"the run in {folder} has no checkpoint yet: it starts over")
     return EarlierRun(checkpoints, notes=notes)
 
 
-def settle_dtype(args: Any) -> list[str]:
+def resolve_dtype(args: Any) -> list[str]:
     """Resolve --dtype auto in `args`; return a note. Every rank must call this.
 
     On a CPU it becomes the dtype of the resumed run, else the faster one on the first rank.
@@ -79,11 +79,11 @@ def settle_dtype(args: Any) -> list[str]:
 
     def choose() -> str:
         before = resumed_dtype(args)
-        return f"{before}: as the run had that is resumed" if before else "{}: {}".format(*faster_dtype())
+        return f"{before}: as in the resumed run" if before else "{}: {}".format(*faster_dtype())
 
-    said = distributed.text_of_first_rank("dtype", choose)
-    args.dtype = said.partition(":")[0]
-    return [f"--dtype auto is {said}"]
+    resolved = distributed.text_of_first_rank("dtype", choose)
+    args.dtype = resolved.partition(":")[0]
+    return [f"--dtype auto is {resolved}"]
 
 
 def resumed_dtype(args: Any) -> str:
@@ -99,19 +99,19 @@ def resumed_dtype(args: Any) -> str:
 
 def _named_run(args: Any, folder: Path | None, problems: Problems) -> EarlierRun:
     """Checkpoints that --resume PATH names: the one at the path, or those of a run's folder."""
-    checkpoints, doubts = find_checkpoints(Path(args.resume))
+    checkpoints, damages = find_checkpoints(Path(args.resume))
     if not checkpoints:
-        why = "; ".join(doubts) or "there is no checkpoint"
+        why = "; ".join(damages) or "there is no checkpoint"
         problems.add(f"--resume {args.resume}: {why}; give a folder such as OUTPUT_DIR/{FOLDER}/step-000200")
         return EarlierRun()
     is_elsewhere = folder is None or folder.resolve() != checkpoints[0].folder.resolve().parent.parent
     if folder and is_elsewhere:
-        _refuse_other_files(folder, problems)
+        _reject_other_files(folder, problems)
     notes = compare_flags(args, checkpoints[0].meta["args"], str(checkpoints[0].folder), problems)
     return EarlierRun(checkpoints, is_elsewhere, notes)
 
 
-def _refuse_other_files(folder: Path, problems: Problems, cure: str = "") -> None:
+def _reject_other_files(folder: Path, problems: Problems, cure: str = "") -> None:
     left = sorted(folder.iterdir()) if folder.is_dir() else []
     left = [p.name for p in left if p.name not in FOREIGN_FILES and p.suffix != WRITING]
     if left:

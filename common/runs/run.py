@@ -129,7 +129,7 @@ class Run(Stateful):
         Raises ValueError if no checkpoint is complete, or it belongs to another run.
         """
         earlier = self.earlier
-        taken = None
+        loaded = None
         self.models = distributed.run_together(self._fingerprints)[0]
         if distributed.is_main() and self.folder and not (self.folder / run_files.ARGS_FILE).exists():
             # Before all other files: without it, a rerun would take them for another run's.
@@ -140,9 +140,9 @@ class Run(Stateful):
             if earlier.is_elsewhere:
                 del parts["log"]  # this folder's log files are not of that run
             with watchdog.phase("the loading of the checkpoint"):
-                taken = load_newest(earlier.checkpoints, parts)
-        if taken and not earlier.is_elsewhere:
-            self.last_saved = taken.folder.name
+                loaded = load_newest(earlier.checkpoints, parts)
+        if loaded and not earlier.is_elsewhere:
+            self.last_saved = loaded.folder.name
             self.logger.open(self.step)
         else:
             self.logger.open()
@@ -153,8 +153,8 @@ class Run(Stateful):
         distributed.barrier()
         for note in earlier.notes:
             self.logger.note(f"note: {note}")
-        if taken:
-            self.logger.note(f"resumes from {taken.folder}")
+        if loaded:
+            self.logger.note(f"resumes from {loaded.folder}")
         if self.folder:
             self.stop.install()
 
@@ -213,7 +213,7 @@ class Run(Stateful):
             "starts": [*earlier.get("starts", []), start],
         }
 
-    def point(self, step: int, position: str = "") -> None:
+    def checkpoint_if_due(self, step: int, position: str = "") -> None:
         """Save the state after a step if --save_interval requires it. Every rank must call this.
 
         After a request to stop, also saves at a `position` within the step and exits: raises Stopped, or
@@ -227,7 +227,9 @@ class Run(Stateful):
         if must_stop or is_due:
             self._save(name, must_stop=must_stop)
         if must_stop:
-            raise Stopped(f"stopped after {name}, saved in {self.folder / FOLDER}; the same command resumes")
+            raise Stopped(
+                f"stopped after {name}, saved in {self.folder / FOLDER}; rerun the same command to resume"
+            )
 
     def _save(self, name: str, *, must_stop: bool = False) -> None:
         """Save; a failure is a warning, unless the run `must_stop`."""
@@ -244,11 +246,11 @@ class Run(Stateful):
                 raise SaveFailed(text) from error
             self.logger.note(f"warning: {text}; the run continues")
 
-    def refuse(self, step: int, error: StepRefused, position: str = "") -> None:
+    def record_bad_step(self, step: int, error: StepRefused, position: str = "") -> None:
         """Count a skipped step and write its batch to disk. Every rank must call this, for the same step.
 
         Beyond --max_bad_steps raises TooManyBadSteps, caused by the error, with the state saved as by
-        `point`.
+        `checkpoint_if_due`.
         """
         self.num_refused += 1
         count = self.num_refused
@@ -256,7 +258,7 @@ class Run(Stateful):
         if self.folder:
             file = f"step-{step:06d}-{count:03d}-rank-{distributed.rank():05d}.jsonl"
             where = _write_batches(self.folder / "bad_batches" / file, step, error)
-        self.logger.note(f"step {step} refused: {error}{where}")
+        self.logger.note(f"step {step} skipped: {error}{where}")
         self.logger.log_event(step, {"perf/bad_steps": count})
         if count > self.args.max_bad_steps:
             self._save(checkpoint_name(step, position))
@@ -338,9 +340,9 @@ class StopRequest:
         while True:
             for number in os.read(reading, 64):
                 if number in SIGNALS:
-                    self._take(signal.Signals(number))
+                    self._handle(signal.Signals(number))
 
-    def _take(self, number: signal.Signals) -> None:
+    def _handle(self, number: signal.Signals) -> None:
         now = time.monotonic()
         if not self.name:
             self.name = number.name

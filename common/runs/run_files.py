@@ -29,7 +29,7 @@ TRACKERS_FILE = "trackers.json"  # run ids in --trackers, and their newest steps
 
 STOPPED = 75  # exit code, EX_TEMPFAIL of <sysexits.h>: rerun the same command to resume
 _TAKEN = (errno.EACCES, errno.EAGAIN)
-_REFUSED = 2
+_REJECTED = 2
 # The open lock file of the folder that this process holds, its contents, and its previous contents. Closing
 # any other handle of the file in this process also releases the lock.
 _held: tuple[IO[str], dict[str, Any], dict[str, Any]] | None = None
@@ -73,7 +73,7 @@ def take_lock(output_dir: str) -> None:
         if error.errno in _TAKEN:
             file.close()
             raise ValueError(held_message(folder)) from error
-        print(f"note: {folder} is on a disk without locks: start no second run in it", file=sys.stderr)
+        print(f"note: {folder} is on a disk without locks: do not start a second run in it", file=sys.stderr)
     since = datetime.now(UTC).isoformat(timespec="seconds")
     lock = {"host": socket.gethostname(), "process": os.getpid(), "since": since, "exit_code": None}
     _held = file, lock, before
@@ -89,12 +89,12 @@ def release_lock(exit_code: int | None) -> None:
     if not _held:
         return
     file, lock, before = _held
-    if exit_code == _REFUSED and not before:
+    if exit_code == _REJECTED and not before:
         Path(file.name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not empty
             Path(file.name).parent.rmdir()
     elif exit_code is not None:
-        _write(file, before if exit_code == _REFUSED else lock | {"exit_code": exit_code})
+        _write(file, before if exit_code == _REJECTED else lock | {"exit_code": exit_code})
     file.close()
     _held = None
 

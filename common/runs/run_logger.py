@@ -59,7 +59,7 @@ class _GrowingFile:
         try:
             with open(self.path, "ab", buffering=0) as file:
                 if file.tell() < self.size:
-                    self.note(f"warning: {self.path} is shorter than it was written: it has lost lines")
+                    self.note(f"warning: {self.path} has lost lines: it is shorter than when it was written")
                     self.size = file.tell()
                 file.truncate(self.size)
                 if file.write(self.waiting) != len(self.waiting):
@@ -67,7 +67,7 @@ class _GrowingFile:
                     raise OSError("no space left")
         except OSError as error:
             if is_first_to_wait:
-                self.note(f"warning: {self.path} cannot be written ({error}); its lines wait in memory")
+                self.note(f"warning: {self.path} cannot be written ({error}); its lines are kept in memory")
             return
         self.size += len(self.waiting)
         self.waiting = b""
@@ -77,7 +77,7 @@ class RunLogger(Stateful):
     """Logging of a program's metrics; part of a checkpoint, because it records the length of its files.
 
     `columns` are the metrics of the console line, in order; metrics.jsonl has all metrics. Call `open`
-    before the first metric, after `load` in a resumed run. A full disk does not end a run: lines wait.
+    before the first metric, after `load` in a resumed run. A full disk does not end the run.
     """
 
     def __init__(self, args: RunArguments, columns: Sequence[str], num_steps: int) -> None:
@@ -268,7 +268,7 @@ class TrackerGroup:
             try:
                 tracker, run_id = start_tracker(kind, sent.get("run_id", ""), self.args, last_step)
             except Exception as error:  # library-specific: no server, no login, a deleted run
-                what = f"--trackers {kind} cannot begin"
+                what = f"--trackers {kind} cannot start"
                 raise ValueError(f"{what} ({kind_and_line(error)}); log in, or leave it out") from error
             run = tracker.tracker
             if sent and kind == "wandb" and not run.offline and run.step <= sent["step"]:
@@ -294,7 +294,7 @@ class TrackerGroup:
                     tracker.log(new, step=step)
             except Exception as error:  # metrics.jsonl has all metrics
                 del self.trackers[kind]
-                self.note(f"warning: {kind} takes no more metrics ({error}); they are not sent any more")
+                self.note(f"warning: {kind} accepts no more metrics ({error}); no more are sent")
         self._write()
 
     def close(self) -> None:
@@ -303,7 +303,7 @@ class TrackerGroup:
             try:
                 tracker.finish()
             except Exception as error:  # metrics sent before remain
-                self.note(f"warning: {kind} was not closed well ({error})")
+                self.note(f"warning: {kind} did not close cleanly ({error})")
         self.trackers = {}
 
     def _write(self) -> None:

@@ -25,7 +25,7 @@ from common.ranks.zero3 import find_owned_runs, is_sharded, own_share
 MOMENTS = ("exp_avg", "exp_avg_sq")
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 ALL = "*"
-PIECE_ELEMENTS = 2**26  # elements copied to the host at a time
+CHUNK_ELEMENTS = 2**26  # elements copied to the host at a time
 SAFETENSORS_NAMES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
     **{torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"},
@@ -94,8 +94,8 @@ def write_slices(file: Path, slices: Iterable[TensorSlice]) -> None:
     with open(file, "wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for _, _, tensor in ordered:
-            for piece in tensor.detach().flatten().split(PIECE_ELEMENTS):
-                out.write(piece.cpu().view(torch.uint8).numpy())
+            for chunk in tensor.detach().flatten().split(CHUNK_ELEMENTS):
+                out.write(chunk.cpu().view(torch.uint8).numpy())
 
 
 class Stateful:
@@ -132,14 +132,14 @@ class Segment(NamedTuple):
         share = own_share(size)
         return cls(name, size, share.start, share.stop - share.start, owner, offset)
 
-    def _run_of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _part_of(self, tensor: torch.Tensor) -> torch.Tensor:
         run = tensor.detach().view(-1)[self.offset : self.offset + self.numel]
         assert len(run) == self.numel, f"{self.name}: {self.numel} elements are owned, {len(run)} are here"
         return run
 
     def save(self, key: str, tensor: torch.Tensor) -> Iterator[TensorSlice]:
         """This rank's slice of a tensor with the owner's shape, or nothing."""
-        flat = self._run_of(tensor)
+        flat = self._part_of(tensor)
         start = self.start
         if self.is_on_all_ranks:
             share = own_share(self.numel)
@@ -155,7 +155,7 @@ class Segment(NamedTuple):
         """
         if reader.numel(key) != self.size:
             raise ValueError(f"it holds {reader.numel(key)} elements of {key}, not {self.size}")
-        self._run_of(tensor).copy_(reader.read(key, self.start, self.numel))
+        self._part_of(tensor).copy_(reader.read(key, self.start, self.numel))
 
 
 class EngineState(Stateful):
@@ -238,8 +238,8 @@ class EngineState(Stateful):
         if not state:
             # A fused AdamW keeps its step on the device of its tensors.
             state["step"] = torch.zeros((), dtype=torch.float32, device=owner.device)
-            is_muons = owner in getattr(self.adam, "matrices", ())  # Muon has no second moment
-            for name in MOMENTS[:1] if is_muons else MOMENTS:
+            uses_muon = owner in getattr(self.adam, "matrices", ())  # Muon has no second moment
+            for name in MOMENTS[:1] if uses_muon else MOMENTS:
                 state[name] = torch.zeros_like(owner)
         state["step"].fill_(max(step, float(state["step"])))
         return {name: state[name] for name in MOMENTS if name in state}
@@ -268,8 +268,8 @@ class RandomState(Stateful):
         """This rank's states as bytes."""
         rank = distributed.rank()
         (kind, keys, *rest) = numpy.random.get_state()
-        of_python = {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]}
-        text = torch.frombuffer(bytearray(json.dumps(of_python).encode()), dtype=torch.uint8)
+        python_states = {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]}
+        text = torch.frombuffer(bytearray(json.dumps(python_states).encode()), dtype=torch.uint8)
         yield TensorSlice(f"{rank}:python", 0, text)
         yield TensorSlice(f"{rank}:torch", 0, torch.get_rng_state())
         if distributed.has_gpu():
@@ -282,10 +282,10 @@ class RandomState(Stateful):
     def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
         """Restore the random state of this rank."""
         rank = distributed.rank() % state["world_size"]
-        of_python = json.loads(bytes(reader.read(f"{rank}:python").tolist()))
-        version, internal, gauss = of_python["python"]
+        python_states = json.loads(bytes(reader.read(f"{rank}:python").tolist()))
+        version, internal, gauss = python_states["python"]
         random.setstate((version, tuple(internal), gauss))
-        numpy.random.set_state(tuple(of_python["numpy"]))
+        numpy.random.set_state(tuple(python_states["numpy"]))
         torch.set_rng_state(reader.read(f"{rank}:torch"))
         if distributed.has_gpu() and reader.numel(f"{rank}:cuda"):
             torch.cuda.set_rng_state(reader.read(f"{rank}:cuda"))

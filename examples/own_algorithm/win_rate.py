@@ -7,9 +7,9 @@ import torch
 
 from common.data.packed_batch import PackedBatch
 from step3_ppo.algorithms import (
-    on_every_token,
     register_algorithm,
     shaped_scores,
+    spread_over_tokens,
     token_rewards,
     with_advantages,
 )
@@ -27,5 +27,5 @@ def add_advantages(batch: PackedBatch, args: PPOArguments, kl_coef: float) -> Pa
     group_ids = batch.numbers("group_ids")
     is_rival = group_ids[:, None] == group_ids[None]  # (b, b), itself included; groups are whole on a rank
     won = torch.sign(scores[:, None] - scores[None]) * is_rival  # (b, b) 1 won, -1 lost, 0 a tie
-    advantages = on_every_token(won.sum(1) / (is_rival.sum(1) - 1).clamp(min=1), batch)
+    advantages = spread_over_tokens(won.sum(1) / (is_rival.sum(1) - 1).clamp(min=1), batch)
     return with_advantages(batch, args, token_rewards(batch, scores, args, kl_coef), advantages)

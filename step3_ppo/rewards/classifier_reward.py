@@ -43,7 +43,7 @@ class ClassifierReward(TextReward):
         self.pad_id, self.rows_per_pass = (own_pad_id, args.reward_batch_size) if has_pad else (0, 1)
 
     def score(self, answers: Answers) -> list[float]:
-        """See `TextReward.score`; all responses form one batch, which is cut by length."""
+        """See `TextReward.score`; all responses form one batch, which is split by length."""
         return self._score(answers)
 
     @torch.no_grad()
@@ -77,7 +77,7 @@ def load_parts(target: str, *, trust_remote_code: bool = False) -> tuple[str, An
         label = ""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # OSError, ValueError, KeyError ... by what is missing
+    except Exception as error:  # OSError, ValueError, KeyError, depending on what is missing
         raise ValueError(
             f"{flag}: {path} is neither a model folder nor an available hub model: {first_line(error)}"
         ) from error
@@ -96,7 +96,7 @@ def load_parts(target: str, *, trust_remote_code: bool = False) -> tuple[str, An
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         if len(tokenizer) <= len(tokenizer.all_special_tokens):  # created from a configuration only
             raise ValueError("its vocabulary is empty")
-    except Exception as error:  # transformers raises OSError, KeyError, TypeError ... by what is missing
+    except Exception as error:  # OSError, KeyError, TypeError, depending on what is missing
         raise ValueError(
             f"{flag}: no tokenizer could be loaded from {path} ({first_line(error)}); save the classifier's "
             "tokenizer beside it"

@@ -76,7 +76,7 @@ class FunctionReward(TextReward):
         wait([future], self.timeout_seconds)
         if future.done():
             return future.result()
-        raise TimeoutError("its thread goes on running; with --reward_processes 1 it would have been ended")
+        raise TimeoutError("its thread is still running; --reward_processes 1 would have stopped it")
 
 
 class Worker:
@@ -110,7 +110,7 @@ class Worker:
             self._connection.send(batch)
             if not self._connection.poll(timeout_seconds):
                 self.end()
-                raise TimeoutError("its process was ended")
+                raise TimeoutError("its process was stopped")
             answer = self._connection.recv()
         except (EOFError, ConnectionError) as error:
             raise RewardError(

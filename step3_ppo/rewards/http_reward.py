@@ -67,7 +67,7 @@ class JsonClient:
             try:
                 status, location, text = asyncio.run(self._send(content, path, max_bytes))
             except TimeoutError:
-                failure = f"no whole answer within {self.timeout_seconds:g} s"
+                failure = f"no complete response within {self.timeout_seconds:g} s"
                 continue
             except httpx.RequestError as error:
                 failure = f"{type(error).__name__}: {error}"
@@ -105,10 +105,10 @@ class JsonClient:
     def _cure(self, status: int, location: str) -> str:
         """The cure for an error status, for messages."""
         if location:
-            return f"it sends us on to {quoted(location)}; give that address to --reward, if you trust it"
+            return f"it redirects to {quoted(location)}; use that address in --reward if you trust it"
         if status in (401, 403):
-            return f"it wants a token: set {self.variable} to the server's"
-        return "correct the address or what the server takes"
+            return f"it requires a token: set {self.variable} to it"
+        return "correct the address or the server"
 
 
 class HttpReward(TextReward):

@@ -55,7 +55,7 @@ class JudgeTemplate:
         number = read_number(numbers[-1]) if numbers else None
         if number is None:
             raise RewardError(
-                f"no score by {self.pattern.pattern!r} in the reply {quoted(reply)}; ask for it in the "
+                f"no score matches {self.pattern.pattern!r} in the reply {quoted(reply)}; ask for it in the "
                 "template, or raise the template's max_tokens where the reply was cut"
             )
         return min(max(number, self.low), self.high)
@@ -97,13 +97,13 @@ def read_template(path: str) -> JudgeTemplate:
     parts = dict(zip(rest[::2], rest[1::2], strict=True))
     if "score" not in parts or parts.keys() - FIELDS.keys():
         raise ValueError(
-            f"{where}: its parts are {', '.join(parts) or 'none'}; write the question behind a line "
-            "'--- score', and, if you like, the one about two answers behind '--- pair'"
+            f"{where}: its parts are {', '.join(parts) or 'none'}; write the question after a line "
+            "'--- score', and optionally one that compares two answers after '--- pair'"
         )
     for name, body in parts.items():
         missing = [f"{{{field}}}" for field in FIELDS[name] if f"{{{field}}}" not in body]
         if missing:
-            raise ValueError(f"{where}: the part '--- {name}' lacks {', '.join(missing)}, where the texts go")
+            raise ValueError(f"{where}: the part '--- {name}' lacks {', '.join(missing)}")
     if "pair" not in parts:
         parts["pair"] = read_template("").pair
     return JudgeTemplate(**{name: body.strip() for name, body in parts.items()}, **_read_head(head, where))
@@ -131,7 +131,7 @@ def _read_head(head: str, where: str) -> dict[str, Any]:
                 f"{where}: 'pattern: {given['pattern']}' is not a regular expression: {error}"
             ) from error
         if values["pattern"].groups != 1:
-            raise ValueError(f"{where}: 'pattern: {given['pattern']}' needs one group, which is the score")
+            raise ValueError(f"{where}: 'pattern: {given['pattern']}' must have one group, the score")
     if "max_tokens" in given:
         if not given["max_tokens"].isdecimal():
             raise ValueError(f"{where}: 'max_tokens: {given['max_tokens']}' must be a whole number")
@@ -240,7 +240,7 @@ class JudgeReward(TextReward):
                     names = [str(model["id"]) for model in json.loads(answer)["data"]]
                 except (ValueError, RecursionError, TypeError, KeyError):
                     raise RewardError(
-                        f"no list of models: {quoted(answer)}; name one behind the address"
+                        f"no list of models: {quoted(answer)}; name one after the address"
                     ) from None
                 if len(names) != 1:
                     listed = quoted(", ".join(names))

@@ -17,7 +17,7 @@ from step3_ppo.rewards.text_rewards import Answers, RewardError, TextReward, in_
 
 # The prompt's text and the fields of its row, by the prompt's number.
 PromptTexts = dict[int, tuple[str, dict[str, Any]]]
-PREFIX = "score/"  # of a rollout batch's key for one reward's scores
+PREFIX = "score/"  # with a reward's name, the key of its scores in a rollout batch
 Scores = dict[str, Sequence[torch.Tensor]]  # "scores" and "score/NAME", for each batch (B,) fp32
 
 
@@ -58,13 +58,13 @@ class Scorer:
         """Start scoring batches; functions and servers run in a thread. Every rank must call this."""
         if not self.texts:
             return PendingScores(self, batches, None)
-        with watchdog.phase("the texts of the responses", clock="reward"):
+        with watchdog.phase("the decoding of the responses", clock="reward"):
             if self._pending:
                 self._pending.join()  # of a skipped step; rewards are not called concurrently
-            self._pending = PendingScores(self, batches, self._read(batches, texts))
+            self._pending = PendingScores(self, batches, self._decode_texts(batches, texts))
         return self._pending
 
-    def _read(self, batches: Sequence[PackedBatch], texts: PromptTexts) -> Answers:
+    def _decode_texts(self, batches: Sequence[PackedBatch], texts: PromptTexts) -> Answers:
         assert self.decode is not None
         numbers = [number for batch in batches for number in batch.numbers("group_ids").tolist()]
         responses = [self.decode(ids) for batch in batches for ids in batch.sequences("response_ids")]
@@ -77,11 +77,13 @@ class Scorer:
         if not self.specs:
             return {}
         if self.bears_failures:
-            scores = {n: [torch.where(x.isfinite(), x, torch.nan) for x in of] for n, of in scores.items()}
-            failed = [name for name, of_batches in scores.items() if torch.cat(of_batches).isnan().any()]
+            scores = {
+                n: [torch.where(x.isfinite(), x, torch.nan) for x in tensors] for n, tensors in scores.items()
+            }
+            failed = [name for name, tensors in scores.items() if torch.cat(tensors).isnan().any()]
             sources = [*self.texts.values(), *([self.environments] if self.environments else [])]
             own = [source.first_failure for source in sources]
-            own += [f"reward {name} gave NaN or infinity" for name in failed]
+            own += [f"reward {name} returned NaN or infinity" for name in failed]
             failures = distributed.gather_objects(next(filter(None, own), ""))
             self.first_failure = next(filter(None, failures), "")
         total = []
@@ -107,7 +109,7 @@ class Scorer:
             except RewardError as error:
                 raise StepRefused(str(error)) from error
 
-        with watchdog.phase("the judged pairs", clock="reward"):
+        with watchdog.phase("the comparison of pairs", clock="reward"):
             preferences = distributed.run_together(compare, StepRefused)[distributed.rank()]
         self.gather_costs()
         return preferences

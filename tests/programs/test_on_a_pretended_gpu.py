@@ -70,7 +70,7 @@ JOBS = [
 PASSES_OF_A_CPU = {
     "at": "common.generation.generate:Generator.generate",
     "do": "exec:from common.generation.decode import DecodeStep as D;"
-    "D._graphs, D.passes_per_look = (property(lambda s, n=n: n, lambda s, n: None) for n in (None, 1))",
+    "D._graphs, D.passes_per_check = (property(lambda s, n=n: n, lambda s, n: None) for n in (None, 1))",
 }
 
 

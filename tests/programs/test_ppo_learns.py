@@ -139,10 +139,10 @@ def test_the_score_rises_beside_unsupervised_text(ppo, lover, tiny, unsup_step):
 
 
 def test_steps_on_text_are_steps_of_the_schedule(ppo, tiny):
-    """Two steps of the policy and two on text: a linear schedule of four."""
+    """Two PPO steps of two updates, each followed by one on text: a linear schedule of eight."""
     text = {"unsupervised_dataset_name": tiny.text, "unsup_step": "own"}
-    output = ppo(**text, lr_scheduler_type="linear", actor_learning_rate=4e-3)
-    assert read_curve(output, "policy/learning_rate") == pytest.approx([4e-3, 2e-3])
+    output = ppo(**text, lr_scheduler_type="linear", actor_learning_rate=4e-3, ppo_epochs=2)
+    assert read_curve(output, "policy/learning_rate") == pytest.approx([3.5e-3, 1.5e-3])
     assert read_curve(output, "unsup/learning_rate") == pytest.approx([3e-3, 1e-3])
     assert all(norm > 0 for norm in read_curve(output, "unsup/grad_norm"))
 

@@ -93,7 +93,7 @@ def test_one_rank_spoils_a_step_and_all_refuse_it(forks, tiny, tmp_path, what, s
     folder, resumed = tmp_path / "borne", tmp_path / "resumed"
     borne = forks.run(step, values | {"output_dir": folder}, ranks=2, hooks=[hook_of(what, rank=1)])
     assert borne.codes == [0, 0], borne.text()
-    assert f"step {refused} refused: " in borne.text() and says in borne.text(), borne.text()
+    assert f"step {refused} skipped: " in borne.text() and says in borne.text(), borne.text()
     assert bad_steps(folder) == [(refused, 1)]
     found = {
         path.name: [json.loads(line) for line in path.read_text().splitlines()]

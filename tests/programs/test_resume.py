@@ -113,8 +113,8 @@ def finished(forks, flags, tmp_path_factory):
 
 def last_state(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the tensors and the numbers of the last checkpoint of a run."""
-    found, doubts = find_checkpoints(folder)
-    assert found and not doubts
+    found, damages = find_checkpoints(folder)
+    assert found and not damages
     tensors = {
         f"{file.name}:{name}": tensor
         for file in sorted(found[0].folder.glob("*.safetensors"))

@@ -105,7 +105,7 @@ def test_an_export_that_fails_leaves_the_earlier_one_and_is_made_later(run_sft, 
     done = run_sft(folder, ranks, [hook(EXPORT, 1, FULL, rank=0)])
     assert done.codes == [REFUSED] * ranks, done.text()
     assert f"error: {folder}/export could not be written" in done.text() and "Traceback" not in done.text()
-    assert "what was there before is as it was" in done.text()
+    assert "its earlier content is unchanged" in done.text()
     assert contents(folder / "export") == earlier and not (folder / "finished.json").exists()
     metrics = read_metrics(folder)
     again = run_sft(folder, ranks, [hook(TRAIN_STEP, 1, "raise:nothing is left to learn")])

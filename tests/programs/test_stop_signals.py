@@ -63,9 +63,9 @@ def test_launched_run_saves_on_a_signal_and_resumes(tiny, forks, tmp_path, launc
     assert read_lock(output)["exit_code"] == STOPPED
     text = log.read_text()
     assert f"{number.name}: saving, then exiting" in text or "SIGTERM: saving, then exiting" in text
-    (found, *_), doubts = find_checkpoints(output)
+    (found, *_), damages = find_checkpoints(output)
     num_steps = found.meta["numbers"]["progress"]["step"]
-    assert num_steps == len(read_curve(output, "sft/loss")) >= 3 and not doubts
+    assert num_steps == len(read_curve(output, "sft/loss")) >= 3 and not damages
     more = flags | {"max_train_steps": num_steps + 2}
     done = forks.run(1, more, ranks=1 if launcher == "python" else 2)
     assert done.code == 0 and f"resumes from {found.folder}" in done.text(), done.text()

@@ -79,7 +79,7 @@ def test_everything_wrong_is_told_at_once(refused, folder, tmp_path):
 
 
 def test_other_machines_need_a_token(run, refused, folder, monkeypatch):
-    assert "--host 0.0.0.0 lets other machines in; give --token_file" in refused(
+    assert "--host 0.0.0.0 accepts connections from other machines; give --token_file" in refused(
         folder, "--host", "0.0.0.0", "--port", 0
     )
     monkeypatch.setenv("TRIPTYCH_TOKEN", "s3cret")
@@ -88,7 +88,7 @@ def test_other_machines_need_a_token(run, refused, folder, monkeypatch):
     monkeypatch.delenv("TRIPTYCH_TOKEN")
     create = socket.create_server  # 127.example.org may lead anywhere
     monkeypatch.setattr(socket, "create_server", lambda address, **more: create(("0.0.0.0", 0), **more))
-    words = "--host 127.example.org lets other machines in"
+    words = "--host 127.example.org accepts connections from other machines"
     assert words in refused(folder, "--host", "127.example.org", "--port", 0)
 
 

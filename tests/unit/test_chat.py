@@ -71,8 +71,8 @@ def test_a_saved_conversation_is_a_row_of_messages_and_no_file_is_written_over(t
     assert [m["role"] for m in row["messages"]] == ["system", "user", "assistant"]
     assert row["messages"][2]["content"] == out.removeprefix("bot> ").strip() and row["model"] == folder
     for words in (
-        "nothing was said yet", "saved to", "(File exists); give the name of a new file", "No such file",
-        "/save : it cannot", "File name too long", "not determine home directory",
+        "the conversation is empty", "saved to", "(File exists); give the name of a new file", "No such file",
+        "/save : cannot", "File name too long", "not determine home directory",
     ):  # fmt: skip
         assert words in said, words
     assert set(tmp_path.iterdir()) == {name}

@@ -175,7 +175,7 @@ def test_rows_of_a_conversation_have_its_number_and_are_counted(make_tokenizer):
     rows, report = rows_of(tokenizer, TURNS)
     assert [row["row_id"] for row in rows] == ["row#0", "row#1"]
     assert len({row["conversation"] for row in rows}) == 1 and report.num_split == 1
-    assert any("1 conversations are one row a reply" in line for line in report.lines())
+    assert any("1 conversations split into a row per reply" in line for line in report.lines())
 
 
 @pytest.mark.parametrize(
@@ -199,9 +199,9 @@ def test_a_template_that_cannot_serve_is_named_at_the_start(template, word, make
 def test_a_row_that_a_template_shows_in_part_is_bad_by_name(make_tokenizer):
     tokenizer = build_tokenizer("chatml", make_tokenizer)
     tokenizer.chat_template = tokenizer.chat_template.replace("m.content", "m.content[:20]")
-    assert "does not show a text of the user" in bad_row(tokenizer, [("user", "x" * 21), TURNS[1]])
-    assert "does not show the reply" in bad_row(tokenizer, [TURNS[0], ("assistant", "y" * 21)])
-    with pytest.raises(BadRow, match="a text of the user"):
+    assert "omits a message of the user" in bad_row(tokenizer, [("user", "x" * 21), TURNS[1]])
+    assert "omits the reply" in bad_row(tokenizer, [TURNS[0], ("assistant", "y" * 21)])
+    with pytest.raises(BadRow, match="a message of the user"):
         build_template("chat", tokenizer).segments([Message("user", "x" * 21)], None)
 
 

@@ -140,7 +140,7 @@ def test_bad_rows_count_over_all_sources(check, write_rows):
     paths = write_rows(rows), write_rows(rows, "more.jsonl")
     options = ("--eval_fraction", "0", "--max_bad_rows", "1")
     code, lines, _ = check(1, "--data_path", paths[0], "--sft_only_data_path", paths[1], *options)
-    assert (code, lines[-1]) == (1, "not ok: 2 rows are bad, more than --max_bad_rows 1; mend them")
+    assert (code, lines[-1]) == (1, "not ok: 2 rows are bad, more than --max_bad_rows 1; fix them")
     assert any("rows.jsonl:3: there is no answer to learn (the row has `question`" in line for line in lines)
 
 

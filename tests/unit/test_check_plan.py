@@ -119,7 +119,7 @@ def test_dpo_is_a_policy_on_two_sequences_a_pair(run_plan):
     ("gib", "code", "words"),
     [
         (40.0, 0, ("(pretended), bf16", "\nleft of 40 ", "\nfits: at the peak")),
-        (16.0, 2, ("\ndoes not fit", "\nchange: --", "error: step 1 was not started; make the change, or")),
+        (16.0, 2, ("\ndoes not fit", "\nchange: --", "error: step 1 was not started; apply the change, or")),
     ],
 )
 def test_a_step_that_does_not_fit_the_gpu_that_is_there_is_not_started(
@@ -186,7 +186,7 @@ ROWS = "--per_device_train_batch_size"
         # a single cheap change comes before dear ones
         (f"--gpu_memory_gib 40 {ROWS} 64", ["change: --gradient_checkpointing\n"]),
         (f"--gpu t4-16g --lora_dim 8 {ROWS} 8", ["on 1 x t4-16g, fp32", "change: --dtype fp16\n"]),
-        ("--gpu_memory_gib 2.1", ["no flags together make it fit: take more GPUs"]),
+        ("--gpu_memory_gib 2.1", ["no combination of flags makes it fit: use more GPUs"]),
     ],
 )
 def test_plan_of_what_does_not_fit_exits_with_1_and_advice(flags, told, run_plan):

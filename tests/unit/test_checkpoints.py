@@ -22,7 +22,7 @@ from common.runs.checkpoints import (
     FORMAT,
     find_checkpoints,
     load_newest,
-    newest_whole,
+    newest_intact,
     read_checkpoint,
     save_checkpoint,
 )
@@ -45,11 +45,11 @@ def names(run_folder: Path) -> list[str]:
 
 def newest(run_folder: Path) -> tuple[int, list[str]]:
     """The state that a run goes on with, and what is wrong with others at a first look."""
-    found, doubts = find_checkpoints(run_folder)
+    found, damages = find_checkpoints(run_folder)
     parts = make_parts(-1)
     load_newest(found, parts)
     (version,) = versions(parts)
-    return version, doubts
+    return version, damages
 
 
 def flip_last_bit(file: Path) -> None:
@@ -170,7 +170,7 @@ def test_damage_that_a_first_look_shows_is_named_and_passed_over(two, what):
     assert version == 1 and doubt.startswith(f"checkpoint {folder}: ")
 
 
-CHANGED = f"{MODEL} has changed since it was written (its SHA-256 differs); it is passed over"
+CHANGED = f"{MODEL} has changed since it was written (its SHA-256 differs); it is skipped"
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ CHANGED = f"{MODEL} has changed since it was written (its SHA-256 differs); it i
     [
         (flip_last_bit, CHANGED),
         (lambda file: file.write_bytes(file.read_bytes()[:-1]), CHANGED),
-        (Path.unlink, f"{MODEL} cannot be read: No such file or directory; it is passed over"),
+        (Path.unlink, f"{MODEL} cannot be read: No such file or directory; it is skipped"),
     ],
     ids=["one bit", "cut", "missing"],
 )
@@ -198,12 +198,12 @@ def test_checkpoint_damaged_on_one_rank_is_rejected_on_all(two, monkeypatch):
     monkeypatch.setattr("common.ranks.distributed.world_size", lambda: 2)
     monkeypatch.setattr("common.ranks.distributed.gather_objects", lambda mine: [mine, heard.pop(0)])
     heard = ["model has changed", None]
-    assert newest_whole([found, older], []) is older and not heard
+    assert newest_intact([found, older], []) is older and not heard
 
 
 def test_load_newest_rejects_another_runs_checkpoint(two):
     found, _ = find_checkpoints(two)
-    with pytest.raises(ValueError, match="step-000002 is not of this run: critic: 'critic'"):
+    with pytest.raises(ValueError, match="step-000002 does not belong to this run: critic: 'critic'"):
         load_newest(found, {"critic": SimplePart()})
 
 
@@ -302,7 +302,7 @@ def cut(numel: int, rng: random.Random) -> list[tuple[int, int]]:
 
 def test_a_gpus_tensors_pass_through_the_host_piece_by_piece(tmp_path, monkeypatch):
     """A checkpoint of 13B would fill 156 GB of it."""
-    monkeypatch.setattr(saved_state, "PIECE_ELEMENTS", 100)
+    monkeypatch.setattr(saved_state, "CHUNK_ELEMENTS", 100)
     live = [0]
     with pretended_gpu() as gpu:
         move, values = gpu.move, {f"w{n}": torch.full((250 + n,), float(n)) for n in range(8)}

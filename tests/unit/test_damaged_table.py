@@ -143,8 +143,8 @@ CASES: dict[str, tuple[Damage, int, str]] = {
     "layers as a word": (config(num_hidden_layers="two"), 2, "num_hidden_layers"),
     "a layer too few": (config(num_hidden_layers=1), 2, "has no counterpart for 9 of its weights"),
     "a layer too many": (config(num_hidden_layers=3), 2, "its weights lack 9 of"),
-    "other width of the MLP": (config(intermediate_size=48), 2, "other sizes than are needed"),
-    "other number of tokens": (config(vocab_size=300), 2, "other sizes than are needed for"),
+    "other width of the MLP": (config(intermediate_size=48), 2, "the wrong sizes for"),
+    "other number of tokens": (config(vocab_size=300), 2, "the wrong sizes for"),
     "heads that do not divide": (config(num_attention_heads=5), 2, "not a multiple of the number"),
     "unknown attention function": (config(hidden_act="gelou"), 2, "gelou"),
     "biases left out": (config(attention_bias=True), 2, "its weights lack 8 of"),
@@ -155,9 +155,9 @@ CASES: dict[str, tuple[Damage, int, str]] = {
         other_model("AutoModelForSequenceClassification", tiny_config("llama", 320)), 2, "is a classifier"),
     "a model without its head": (
         other_model("AutoModel", tiny_config("llama", 320)), 0, "no output head: lm_head.weight is new"),
-    "a head apart that is said to be tied": (config(tie_word_embeddings=True), 0, "have two that differ"),
+    "a head apart that is said to be tied": (config(tie_word_embeddings=True), 0, "they differ in"),
     "a bidirectional encoder": (
-        other_model("AutoModelForMaskedLM", BERT), 2, "the family bert cannot be used here"),
+        other_model("AutoModelForMaskedLM", BERT), 2, "the family bert is not supported"),
     # ---- weights
     "no weights": (remove(WEIGHTS), 2, "the model cannot be loaded"),
     "weights are empty": (write(WEIGHTS, b""), 2, "the model cannot be loaded"),
@@ -169,16 +169,16 @@ CASES: dict[str, tuple[Damage, int, str]] = {
     "a weight too many": (weights(lambda w: w | {"model.extra.weight": w[UP] + 0}), 2, "model.extra.weight"),
     "a bias without a counterpart": (weights(lambda w: w | {
         "model.layers.0.self_attn.q_proj.bias": torch.ones(32)}), 2, "q_proj.bias"),
-    "a weight that is turned": (weight(UP, lambda x: x.T), 2, "other sizes than are needed"),
-    "NaN in a weight": (weight(UP, spoilt(torch.nan)), 2, f"{UP} has numbers that are NaN or infinite"),
-    "infinity in a weight": (weight(HEAD, spoilt(torch.inf)), 2, f"{HEAD} has numbers that are NaN"),
-    "NaN in a norm": (weight("model.norm.weight", spoilt(torch.nan)), 2, "model.norm.weight has numbers"),
-    "8-bit integers": (weight(UP, lambda x: (x * 1000).to(torch.int8)), 2, f"{UP} has integers"),
+    "a weight that is turned": (weight(UP, lambda x: x.T), 2, "the wrong sizes for"),
+    "NaN in a weight": (weight(UP, spoilt(torch.nan)), 2, f"{UP} has NaN or infinite"),
+    "infinity in a weight": (weight(HEAD, spoilt(torch.inf)), 2, f"{HEAD} has NaN"),
+    "NaN in a norm": (weight("model.norm.weight", spoilt(torch.nan)), 2, "model.norm.weight has NaN"),
+    "8-bit integers": (weight(UP, lambda x: (x * 1000).to(torch.int8)), 2, f"{UP} holds integers"),
     "8-bit numbers that nothing scales": (
         weights(lambda w: {n: x.to(torch.float8_e4m3fn) for n, x in w.items()} | {f"{UP}_scale_inv": w[UP]}),
         2, "up_proj.weight_scale_inv"),
     "packed 4-bit integers": (weight(UP, lambda x: (x * 1000).to(torch.uint8)), 2, "quantization_config"),
-    "integers as numbers": (weight(UP, lambda x: (x * 1000).round()), 2, f"{UP} has integers"),
+    "integers as numbers": (weight(UP, lambda x: (x * 1000).round()), 2, f"{UP} holds integers"),
     "a pickle that holds a program": (pickled(print), 2, "its weights are a pickle with more than"),
     "a pickle of a number": (pickled(3), 2, "cannot be loaded"),
     "an index without its shard": (sharded(json.dumps(INDEX)), 2, "cannot be loaded"),
@@ -190,9 +190,9 @@ CASES: dict[str, tuple[Damage, int, str]] = {
     "tokenizer's settings are torn": (write("tokenizer_config.json", "{"), 2, "no tokenizer could be"),
     "no end of turn": (edit("tokenizer_config.json", eos_token=None), 2, "has no EOS token"),
     "an end of turn that is new": (
-        edit("tokenizer_config.json", eos_token="<|new|>"), 0, "1 tokens behind them (<|new|>)"),
+        edit("tokenizer_config.json", eos_token="<|new|>"), 0, "its tokenizer has 1 more tokens (<|new|>)"),
     "tokens that the model lacks": (
-        tokens(lambda t: t.add_tokens([f"<{i}>" for i in range(42)])), 0, "42 tokens behind them (<0>,"),
+        tokens(lambda t: t.add_tokens([f"<{i}>" for i in range(42)])), 0, "has 42 more tokens (<0>,"),
     # ---- adapters
     "adapter without its base": (adapter(edit(ADAPTER, base_model_name_or_path=None)), 2, "names no base"),
     "adapter of a base that has gone": (
@@ -245,7 +245,7 @@ def test_the_table_is_of_forty_and_a_sound_model_is_none_of_them(sound, monkeypa
     ("change", "word"),
     [
         (weights(lambda w: {n: x for n, x in w.items() if n != "score.weight"}), "lack 1 of"),
-        (weight("score.weight", lambda x: x * torch.nan), "score.weight has numbers that are NaN"),
+        (weight("score.weight", lambda x: x * torch.nan), "score.weight has NaN"),
         (config(architectures=["LlamaForCausalLM"]), "has no trained score head"),
         (config(num_hidden_layers=1), "has no counterpart for 9 of its weights"),
     ],

@@ -162,7 +162,9 @@ def test_chat_template_of_the_tokenizer(make_tokenizer):
 
 
 def test_a_chat_prompt_that_is_too_long_keeps_its_headers_and_system_prompt(make_tokenizer):
-    """Old turns go first, whole; then the middle of the question; a long reply loses its end."""
+    """Old turns go first, whole; then the middle of the question; a long reply loses its end. There is
+    room for the longer reply of a pair.
+    """
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT_JINJA
     template = build_template("chat", tokenizer)
@@ -171,7 +173,9 @@ def test_a_chat_prompt_that_is_too_long_keeps_its_headers_and_system_prompt(make
 
     def rows_of(prompt, reply, max_tokens) -> tuple[list[str], DataReport]:
         report = DataReport()
-        item = Item(Example(prompt=prompt, chosen=reply, rejected=f"No {reply}"), "row", "rows:1")
+        item = Item(
+            Example(prompt=prompt, chosen=reply, rejected=f"No, not at all. {reply}"), "row", "rows:1"
+        )
         all_options = [DataOptions([], stage, max_tokens=max_tokens) for stage in (1, 2, 3)]
         rows = [RowBuilder(template, options, report).build([item]) for options in all_options]
         (sft,), (pair,), (prompt,) = rows
@@ -179,7 +183,7 @@ def test_a_chat_prompt_that_is_too_long_keeps_its_headers_and_system_prompt(make
         assert max(map(len, ids)) <= max_tokens
         return [tokenizer.decode(row) for row in ids], report
 
-    texts, report = rows_of((*SAID, Message("user", "Good!")), "Bye.", 60)
+    texts, report = rows_of((*SAID, Message("user", "Good!")), "Bye.", 66)
     assert all(text.startswith(f"{head}Good!<|endoftext|>\n<|assistant|>\n") for text in texts)
     assert report.num_truncated == 3
     for num_tokens in range(110, 130):
@@ -197,7 +201,7 @@ def test_chat_template_problems_name_the_cure(make_tokenizer):
         build_template("chat", make_tokenizer())
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT_JINJA.replace("{{ eos_token }}", "<|im_end|>")
-    with pytest.raises(ValueError, match=r"ends a turn by '<\|im_end\|>'.*pass that token by --eot_token"):
+    with pytest.raises(ValueError, match=r"ends a turn with '<\|im_end\|>'.*pass that token as --eot_token"):
         build_template("chat", tokenizer)
     tokenizer.chat_template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + (CHAT_JINJA)

@@ -1,6 +1,7 @@
 """Direct preference optimization: the loss by hand, its sums against a plain loop, the reference."""
 
 import math
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from step2_reward import reference
 from step2_reward.answer_scores import SIDES, compute_answer_logprobs
 from step2_reward.arguments import RewardArguments
 from step2_reward.pair_math import dpo_loss
+from step2_reward.pair_trainer import DPOTrainer
 
 
 def sums(*values):
@@ -47,6 +49,17 @@ def test_gradient_by_hand():
 def test_losses_are_finite_far_away():
     for z in (1e4, -1e4):
         assert dpo_loss(*sums(z, 0, 0, 0), beta=1.0, label_smoothing=0.1).loss.isfinite()
+
+
+def test_dpo_trainer_takes_its_flags_and_each_answers_reference():
+    rows = [row | {"reference_logprobs": torch.tensor([-20.0, -30.0 - i])} for i, row in enumerate(pairs())]
+    args = RewardArguments(loss="dpo", beta=0.3, label_smoothing=0.2)
+    trainer = DPOTrainer(torch.nn.Identity(), args, is_packed=False, logger=Mock())
+    policy = torch.arange(10.0) - 25
+    trainer.compute_logprobs = lambda batch: policy
+    z = 0.3 * ((policy[0::2] + 20) - (policy[1::2] + 30 + torch.arange(5)))
+    expected = 0.8 * torch.nn.functional.softplus(-z) + 0.2 * torch.nn.functional.softplus(z)
+    torch.testing.assert_close(trainer.compute_losses(collate_pairs(rows)).loss, expected)
 
 
 # ---- Sums over answers

@@ -151,7 +151,7 @@ def test_rows_without_an_item_make_no_step(stage):
         update_engine(engine, [term(engine)])
     nothing = LossTerm("loss", MICRO_BATCHES, squared_sums(with_them), lambda batch: 0.0)
     for terms in ([nothing], [term(with_them), nothing]):
-        with pytest.raises(StepRefused, match="no token to learn"):
+        with pytest.raises(StepRefused, match="no token of this step"):
             compute_gradients(with_them, terms)
     assert EngineState(with_them).json_state() == EngineState(without).json_state()
     for _ in range(2):

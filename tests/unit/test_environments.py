@@ -188,12 +188,15 @@ def test_reset_may_begin_otherwise_than_the_row(echo, tiny_tokenizer):
     [
         ({"fails": "reset"}, ["row rows:1, turn 0: reset raised KeyError: 'no such row'"]),
         ({"fails": "interrupt"}, ["turn 0: reset raised KeyboardInterrupt"]),
-        ({"said": []}, ["row rows:1, turn 1: step gave '[]' for messages", "or that it is over"]),
-        ({"said": None}, ["step gave 'None' for messages"]),
-        ({"said": ["Hi"]}, ["step gave the message 'Hi'", "a content and a role of system, user, assistant"]),
+        ({"said": []}, ["row rows:1, turn 1: step returned '[]' for messages", "or is over = True"]),
+        ({"said": None}, ["step returned 'None' for messages"]),
+        (
+            {"said": ["Hi"]},
+            ["step returned the message 'Hi'", "a content and a role of system, user, assistant"],
+        ),
         ({"said": [{"role": "tool", "content": ""}]}, ["'tool'"]),
         ({"said": [{"role": "user"}]}, ["it needs a content"]),
-        ({"reward": None}, ["step gave the reward 'None': not a finite number"]),
+        ({"reward": None}, ["step returned the reward 'None', not a finite number"]),
         ({"reward": math.inf}, ["not a finite number"]),
         ({"reward": "1.5"}, ["not a finite number"]),
     ],
@@ -216,7 +219,7 @@ def test_conversations_of_a_group_must_begin_alike(echo, tiny_tokenizer):
     prompts, talks = environments.begin(prompts_of(template, {}), 3)
     assert tiny_tokenizer.decode(prompts.data["prompt_ids"]) == "1"
     assert scores_of(talks).isnan().tolist() == [False, True, True]
-    assert "reset gave others of the group other messages" in environments.first_failure
+    assert "reset returned different messages within the group" in environments.first_failure
 
 
 def test_a_step_that_gives_no_triple_is_a_failure(echo, tiny_tokenizer):
@@ -224,7 +227,7 @@ def test_a_step_that_gives_no_triple_is_a_failure(echo, tiny_tokenizer):
     environments = make(template, "Triple")
     _, talks = environments.begin(prompts_of(template, {}), 1)
     assert environments.answer(talks, [(0, reply(template, "Hm"))]) == [None]
-    assert "step gave '1.0'; return (messages, reward, is over)" in environments.first_failure
+    assert "step returned '1.0'; return (messages, reward, is over)" in environments.first_failure
 
 
 @pytest.mark.parametrize(

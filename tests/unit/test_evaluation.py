@@ -21,7 +21,7 @@ from common.ranks.step_costs import StepCosts
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.checks import check_evaluation
 from step3_ppo.evaluation import Evaluation, choose_prompts, compare, judge, measure
-from step3_ppo.main import judge_and_export
+from step3_ppo.main import evaluate_and_export
 from step3_ppo.metrics import response_rows
 from step3_ppo.rewards.reward_specs import parse_rewards
 
@@ -205,5 +205,5 @@ def test_what_an_evaluation_generates_is_none_of_the_rollouts(monkeypatch):
 
     own = SimpleNamespace(is_due=lambda *_: True, evaluate=evaluate)
     run = SimpleNamespace(step=3, logger=SimpleNamespace(num_steps=9))
-    judge_and_export(SimpleNamespace(args=PPOArguments()), SimpleNamespace(evaluation=own), run)
+    evaluate_and_export(SimpleNamespace(args=PPOArguments()), SimpleNamespace(evaluation=own), run)
     assert costs.tokens == {"evaluate": 21} and set(costs.seconds) == {"evaluate"}

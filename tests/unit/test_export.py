@@ -267,7 +267,7 @@ def test_an_export_that_fails_in_the_middle_leaves_the_old_one(tiny_model_folder
     with files_up_to(10_000), pytest.raises(SaveFailed, match="SafetensorError.*File too large"):
         save_export(folder, model, tokenizer, metadata={"run": 2})
     monkeypatch.setattr(durable_files, "sync", Mock(side_effect=OSError(5, "Input/output error")))
-    told = f"{folder}.*Input/output error.*what was there before is as it was"
+    told = f"{folder}.*Input/output error.*its earlier content is unchanged"
     with pytest.raises(SaveFailed, match=told):
         save_export(folder, model, tokenizer, metadata={"run": 2})
     assert contents(folder) == before and [path.name for path in tmp_path.iterdir()] == ["export"]

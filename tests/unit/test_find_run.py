@@ -14,7 +14,7 @@ from simple_parts import make_parts
 from common.flags.args import Problems, parse_args
 from common.flags.other_names import IGNORED
 from common.runs.checkpoints import save_checkpoint
-from common.runs.resume import EarlierRun, compare_flags, find_run, resumed_dtype
+from common.runs.resume import EarlierRun, compare_flags, find_run, resolve_dtype, resumed_dtype
 from step1_sft.arguments import SFTArguments
 from step2_reward.arguments import RewardArguments
 from step3_ppo.arguments import PPOArguments
@@ -85,7 +85,7 @@ def test_find_run_skips_a_damaged_checkpoint_with_a_note(run):
     earlier, problems = find(f"--output_dir {run}")
     assert names(earlier) == ["step-000001"] and not problems
     assert (
-        "step-000002: meta.json is not a checkpoint of this program, or is incomplete; it is passed over"
+        "step-000002: meta.json is not a checkpoint of this program, or is incomplete; it is skipped"
         in earlier.notes[0]
     )
 
@@ -103,7 +103,7 @@ def test_find_run_starts_over_a_run_without_checkpoints_with_a_note(tmp_path):
     run = leave_run(tmp_path / "run", steps=())
     earlier, problems = find(f"--output_dir {run}")
     assert not names(earlier) and not problems
-    assert earlier.notes == [f"the run in {run} had saved no checkpoint yet: it starts over"]
+    assert earlier.notes == [f"the run in {run} has no checkpoint yet: it starts over"]
 
 
 def test_find_run_reports_a_finished_run_unless_it_is_made_longer(tmp_path):
@@ -159,7 +159,7 @@ def test_find_run_resumes_a_finished_run_with_a_damaged_export(damage, tmp_path)
     damage(run / "export")
     earlier, problems = find(f"--output_dir {run}")
     assert not earlier.finished and names(earlier)[0] == "step-000002" and not problems
-    assert f"{run}/export" in earlier.notes[0] and "it is written again" in earlier.notes[0]
+    assert f"{run}/export" in earlier.notes[0] and "it will be written again" in earlier.notes[0]
     shutil.rmtree(run / "checkpoints")
     _, (problem,) = find(f"--output_dir {run}")
     assert "No checkpoint" in problem and f"{run}/export" in problem
@@ -291,6 +291,8 @@ def test_resumed_dtype_keeps_what_auto_was(run, tmp_path):
     told = flags_of("") | {"resolved_dtype": "bf16"}
     save_checkpoint(run, "step-000003", make_parts(3), told, 0)
     assert resumed_dtype(parse(f"--output_dir {run} --dtype auto")) == "bf16"
+    args = parse(f"--output_dir {run} --dtype auto")
+    assert "bf16" in resolve_dtype(args)[0] and args.dtype == "bf16"
     assert resumed_dtype(parse(f"--resume {run}/checkpoints/step-000002 --dtype auto")) == "fp32"
     assert resumed_dtype(parse(f"--output_dir {run} --resume overwrite --dtype auto")) == ""
     begun = leave_run(tmp_path / "begun", steps=())

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from common.models import four_bit
-from common.models.four_bit import BYTES_PER_WEIGHT, refusals, whole_shape
+from common.models.four_bit import BYTES_PER_WEIGHT, incompatible_flags, whole_shape
 from common.models.loading import ModelOptions, load_causal_lm, load_pretrained
 from common.models.lora import LoraOptions, add_lora, trained_weights
 from common.models.model_flops import ModelFlops
@@ -44,11 +44,13 @@ def library():
 )
 def test_four_bit_flags_are_rejected_with_reasons(args, told, monkeypatch):
     monkeypatch.setattr(four_bit, "find_spec", lambda name: name)
-    found = list(refusals(args))
+    found = list(incompatible_flags(args))
     assert len(found) == len(told) and all(words in line for words, line in zip(told, found, strict=True))
     monkeypatch.setattr(four_bit, "find_spec", lambda name: None)
-    lacking = [line for line in refusals(args) if "pip install bitsandbytes" in line]
-    assert len(lacking) == args.load_in_4bit and len(list(refusals(args, is_planned=True))) == len(told)
+    lacking = [line for line in incompatible_flags(args) if "pip install bitsandbytes" in line]
+    assert len(lacking) == args.load_in_4bit and len(list(incompatible_flags(args, is_planned=True))) == len(
+        told
+    )
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
@@ -169,7 +171,7 @@ def test_a_pass_in_eval_mode_packs_nothing_anew(packed, library):
 def test_four_bit_rejects_gpt2_layers():
     layer = SimpleNamespace(source_cls=four_bit.Conv1D)
     with pytest.raises(ValueError, match=r"--load_in_4bit .*GPT-2"):
-        four_bit.settle(SimpleNamespace(modules=lambda: [layer]))
+        four_bit.keep_packed(SimpleNamespace(modules=lambda: [layer]))
 
 
 def test_a_plan_has_the_packed_bases_and_unpacked_weights_to_generate():

@@ -172,7 +172,7 @@ def test_a_function_that_fails_is_named_with_its_batch(bad, words, num_processes
 
 
 def test_a_function_may_close_our_output(reward_of, tmp_path):
-    code = "from common.flags.streams import settle_streams; settle_streams(); import own_rewards; "
+    code = "from common.flags.streams import harden_streams; harden_streams(); import own_rewards; "
     code += "own_rewards.closer([], ['r'], []); print('heard')"
     path = os.pathsep.join([str(tmp_path), os.getcwd()])
     done = subprocess.run(
@@ -205,8 +205,8 @@ def test_only_the_answers_that_fail_have_no_score(name, bad, num_processes, rewa
 @pytest.mark.parametrize(
     ("bad", "num_processes", "words"),
     [
-        ("late", 0, "goes on running; with --reward_processes 1"),
-        ("late", 1, "its process was ended"),
+        ("late", 0, "is still running; --reward_processes 1"),
+        ("late", 1, "its process was stopped"),
         ("die", 1, "died with exit code 7"),
     ],
 )
@@ -240,7 +240,7 @@ def test_processes_share_the_batches_and_are_replaced_when_they_hang_or_die(rewa
     reward = reward_of("process_id", timeout_seconds=1.0, processes=2, batch_size=2)
     workers = workers_of(reward)
     assert os.getpid() not in workers
-    with pytest.raises(RewardError, match="response 'late'.*timeout_seconds 1; its process was ended"):
+    with pytest.raises(RewardError, match="response 'late'.*timeout_seconds 1; its process was stopped"):
         reward.score(answers_of("a", "b", "late", "c"))
     after = workers_of(reward)
     assert len(workers & after) == 1, "who hung was replaced, the other one was not"

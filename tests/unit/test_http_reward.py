@@ -94,7 +94,7 @@ def test_a_server_that_never_answers_is_named(server, reward_of, pauses):
         ((200, b'{"scores": [1, 2, 3], "more": "' + b"x" * 2_000_000 + b'"}'), ["more than 1049344 bytes"]),
         ((200, b"[" * 500_000), ["no JSON"]),
         ((200, gzip.compress(b" " * 10_000_000), (("content-encoding", "gzip"),)), ["no JSON"]),
-        ((302, "", (("location", "http://h:9/else"),)), ["status 302", "sends us on to 'http://h:9/else'"]),
+        ((302, "", (("location", "http://h:9/else"),)), ["status 302", "redirects to 'http://h:9/else'"]),
     ],
 )
 def test_what_is_no_answer_is_told_at_once_with_its_beginning(answer, words, server, reward_of):
@@ -111,7 +111,7 @@ def test_an_endless_answer_ends_with_the_time_limit(behaviour, server, reward_of
     server.behaviours = [behaviour]
     started = time.monotonic()
     text = failure_of(reward_of(server.url, timeout_seconds=0.3))
-    assert "no whole answer within 0.3 s" in text and time.monotonic() - started < 5
+    assert "no complete response within 0.3 s" in text and time.monotonic() - started < 5
 
 
 def test_the_token_of_the_environment_goes_with_every_request(server, reward_of, monkeypatch):

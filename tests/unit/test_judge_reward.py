@@ -68,7 +68,7 @@ def test_a_reply_is_read_by_the_rule_of_the_template_and_clipped(head, reply, sc
 
 def test_a_reply_without_a_score_is_shown(tmp_path):
     template = read_template(write(tmp_path, HEAD + BODY))
-    with pytest.raises(RewardError, match="no score by .* in the reply 'I will not say'; ask for it"):
+    with pytest.raises(RewardError, match="no score matches .* in the reply 'I will not say'; ask for it"):
         template.read_score("I will not say")
 
 
@@ -90,7 +90,7 @@ def test_own_parts_take_the_place_of_the_projects(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (HEAD + "Q {prompt} A {answer}", "its parts are none; write the question behind a line '--- score'"),
+        (HEAD + "Q {prompt} A {answer}", "its parts are none; write the question after a line '--- score'"),
         (HEAD + BODY + "--- pears\n", "its parts are score, pears"),
         (HEAD + "--- score\n{prompt}", "the part '--- score' lacks {answer}"),
         (HEAD + BODY + "--- pair\n{prompt} {first}", "the part '--- pair' lacks {second}"),
@@ -98,7 +98,7 @@ def test_own_parts_take_the_place_of_the_projects(tmp_path):
         ("range: 2 1\n" + BODY, "'range: 2 1' of its head"),
         (HEAD + "patern: x\n" + BODY, "its head has patern; it may have range, pattern, max_tokens"),
         (HEAD + "pattern: (\n" + BODY, "'pattern: (' is not a regular expression"),
-        (HEAD + "pattern: \\d\n" + BODY, "needs one group, which is the score"),
+        (HEAD + "pattern: \\d\n" + BODY, "must have one group, the score"),
         (HEAD + "max_tokens: many\n" + BODY, "'max_tokens: many' must be a whole number"),
     ],
 )
@@ -189,7 +189,7 @@ def test_the_token_is_of_a_variable_of_its_own(server, judge_of, monkeypatch):
     assert all("authorization" not in headers for headers in server.headers)
     monkeypatch.setenv("TRIPTYCH_JUDGE_TOKEN", "the-secret")
     server.behaviours = [(401, "who are you?")]
-    with pytest.raises(RewardError, match="it wants a token: set TRIPTYCH_JUDGE_TOKEN") as error:
+    with pytest.raises(RewardError, match="it requires a token: set TRIPTYCH_JUDGE_TOKEN") as error:
         judge_of().score(ANSWERS)
     assert server.headers[-1]["authorization"] == "Bearer the-secret" and "the-secret" not in str(error.value)
 
@@ -204,7 +204,7 @@ def test_a_reply_that_cannot_be_read_fails_its_answer_alone_and_is_asked_again(s
     judge = judge_of(batch_size=1, on_error="mask")
     first, *rest = judge.score(ANSWERS)
     assert math.isnan(first) and rest[0] == 2 and math.isnan(rest[1]) and rest[2] == 10
-    assert "no score by" in judge.first_failure and "response 'a'" in judge.first_failure
+    assert "no score matches" in judge.first_failure and "response 'a'" in judge.first_failure
     assert judge.score(ANSWERS) == [1, 2, 1, 10]
 
 

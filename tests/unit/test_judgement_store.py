@@ -18,7 +18,7 @@ from common.data.adapters.row_forms import read_row
 from common.data.example import Message
 from common.models.tensor_ops import wilson_interval
 from serving.judgement_store import JudgementStore, Pair, export_pairs, win_rates
-from serving.web_server import Refused
+from serving.web_server import RejectedRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = (Message("user", "Hi\n\nHuman: <b>?"),)
@@ -74,7 +74,7 @@ def test_of_judges_at_once_one_is_taken(path):
             try:
                 stores[number % 2].judge(pair_id, ("a", "b")[number % 2])
                 taken.append((pair_id, ("a", "b")[number % 2]))
-            except Refused:
+            except RejectedRequest:
                 pass
 
     with ThreadPoolExecutor(4) as pool:

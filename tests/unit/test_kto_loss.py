@@ -266,7 +266,7 @@ def test_the_trainers_figures_against_the_plain_loop(trainer):
     assert float(good) == pytest.approx(rewards[0] + rewards[2] + rewards[4], rel=1e-5) and count == 3
     bad, count = stats["undesirable_reward"]
     assert float(bad) == pytest.approx(rewards[1] + rewards[3], rel=1e-5) and count == 2
-    figures = trainer.judge([(batch, torch.tensor([True] * 5))])
+    figures = trainer.evaluate_batches([(batch, torch.tensor([True] * 5))])
     assert figures["loss"] == pytest.approx(sum(losses) / 5, rel=1e-5)
     assert figures["kl"] == pytest.approx(kl, rel=1e-5)
     assert figures["desirable_reward"] == pytest.approx(float(good) / 3, rel=1e-5)
@@ -278,4 +278,4 @@ def test_the_trainers_figures_against_the_plain_loop(trainer):
     for rank in range(2):  # each reads 4 rows where there are 5
         with as_rank(rank, 2):
             ranks += evaluation_batches(rows, collate_pairs, rows_per_batch=2)
-    assert trainer.judge(ranks) == pytest.approx(figures, rel=1e-5)
+    assert trainer.evaluate_batches(ranks) == pytest.approx(figures, rel=1e-5)

@@ -62,7 +62,7 @@ def test_a_line_says_which_share_the_adapters_reach(family, save_model, capfd):
         p.numel() for name, p in model.named_parameters() if name.endswith(("up_proj", "down_proj"))
     )
     told = f"{stacked / total:.1%} are stacked matrices, such as experts, which they do not reach"
-    assert (f"{told}: the module name 'experts' means them, and '.' all matrices" in said) == (
+    assert (f"{told}: the module name 'experts' adds them, '.' adds all matrices" in said) == (
         family in STACKED
     )
     adapted(save_model(family), module_name=".")
@@ -252,9 +252,9 @@ def test_new_tokens_are_refused_under_adapters_and_the_cure_trains_their_rows(
         return problems.messages, notes
 
     [problem], _ = check()
-    assert "1 tokens behind them (<|end|>): adapters do not train embedding rows" in problem
+    assert "1 more tokens (<|end|>): adapters do not train embedding rows" in problem
     messages, [note] = check(only_optimize_lora=False)
-    assert messages == [] and "<|end|>): their rows begin as the mean of the others" in note
+    assert messages == [] and "<|end|>): their rows are initialised with the mean of the others" in note
 
     model = load_causal_lm(ModelOptions(str(folder)), num_token_ids(tokenizer))
     model = add_lora(model, LoraOptions(dim=2, only_optimize_lora=False))
@@ -276,4 +276,4 @@ def test_a_new_pad_token_is_no_problem_for_adapters(tiny_tokenizer, tmp_path):
     assert problems.messages == [] and "<|pad|>" in note
     tokenizer.add_tokens(["<|extra|>"])
     check_new_tokens("--m", config, tokenizer, sft_flags(), problems, lora_flag="--lora_dim")
-    assert "2 tokens behind them" in problems.messages[0]
+    assert "2 more tokens" in problems.messages[0]

@@ -50,6 +50,7 @@ def test_the_three_steps(monkeypatch, tmp_path, tiny_tokenizer):
         (WARM, f" No idea.{END}", f" Fish.{END}"),
     ]
     assert (data.report.num_empty, data.report.num_bad, data.report.num_raw_rows) == (1, 0, 2)
+    assert {row["margin"] for row in data.train} == {0}, "ranks have no distance"
     data = build(source, 3, tiny_tokenizer, tmp_path)
     assert texts(data, 3, tiny_tokenizer) == [WARM, NOW, THANKS, WEATHER]
 

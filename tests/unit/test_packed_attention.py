@@ -17,13 +17,14 @@ from common.models.policy_model import PolicyModel
 # Attention of their own, caps of scores within it, layers with a state.
 PADDED = {"gptj", "bloom", "falcon", "falcon_alibi", "falcon_new", "gpt_neo", "xglm", "gemma2", "minimax"}
 PADDED |= {"bloom_twelve_heads", "falcon_biased", "falcon_alibi_one_key"}
-# A sequence alone, three that begin alike (one of them is all beginning), one token, a pair.
+# A sequence alone, three that begin alike (one of them is all beginning), one token, a pair that is alike at
+# one place behind its beginning, too.
 GROUPS = torch.tensor([1, 3, 1, 2])
 LENGTHS = torch.tensor([7, 12, 9, 5, 1, 4, 10])
-SHARED = torch.tensor([0, 5, 0, 3])
+SHARED = torch.tensor([0, 5, 0, 2])
 # Layers that see all and layers with a window have masks of one length each.
 TWO_WINDOWS = "gemma3 of four layers"
-ATTENDED = [(7, 7), (5, 5), (7, 12), (4, 9), (1, 1), (3, 3), (1, 4), (7, 10)]  # tokens and keys of pieces
+ATTENDED = [(7, 7), (5, 5), (7, 12), (4, 9), (1, 1), (2, 2), (2, 4), (8, 10)]  # tokens and keys of pieces
 
 
 def build_ids():
@@ -31,7 +32,7 @@ def build_ids():
         torch.randint(3, 64, (48,), generator=torch.Generator().manual_seed(1)).split(LENGTHS.tolist())
     )
     sequences[2][:5] = sequences[3][:5] = sequences[1][:5]
-    sequences[6][:3] = sequences[5][:3]
+    sequences[6][[0, 1, 3]] = sequences[5][[0, 1, 3]]
     for a, b in ((1, 2), (5, 6)):
         length = int(SHARED[1 if a == 1 else 3])
         assert sequences[a][length] != sequences[b][length]
@@ -102,7 +103,7 @@ def test_a_row_holds_what_a_group_begins_with_once():
     ids = build_ids()
     assert common_lengths(ids, LENGTHS, GROUPS).tolist() == SHARED.tolist()
     inputs = build_model_inputs(ids, LENGTHS, is_packed=True, group_sizes=GROUPS)
-    packing, computed = inputs.packing, 48 - 2 * 5 - 3
+    packing, computed = inputs.packing, 48 - 2 * 5 - 2
     assert list(zip(packing.lengths, packing.key_lengths, strict=True)) == ATTENDED
     assert inputs.input_ids.shape == (1, computed) and inputs.num_tokens == computed
     assert inputs.input_ids[0][inputs.token_slots].tolist() == ids.tolist()

@@ -29,7 +29,7 @@ from step2_reward.answer_scores import (
     shared_length,
 )
 from step2_reward.arguments import RewardArguments
-from step2_reward.pair_trainer import DPOTrainer, RewardTrainer, compute_pair_losses, judge_pairs
+from step2_reward.pair_trainer import DPOTrainer, RewardTrainer, compute_pair_losses, evaluate_pairs
 from step3_ppo.roles import build_response_inputs
 
 LENGTHS = [(4, 9), (1, 2), (12, 3), (2, 7), (6, 6)]  # prompt, response
@@ -187,7 +187,7 @@ def test_figures_of_an_evaluation_by_hand():
         (collate_pairs(pairs()), torch.ones(5).bool()),
         (collate_pairs(pairs()[:1]), torch.zeros(1).bool()),
     ]
-    found = judge_pairs(lambda batch: next(said), batches)
+    found = evaluate_pairs(lambda batch: next(said), batches)
     expected = {
         "loss": 2.0,
         "accuracy": 0.5,

@@ -19,7 +19,7 @@ from step2_reward.pair_math import (
     token_wise_loss,
 )
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.checks import doubts_about_rewards
+from step3_ppo.checks import reward_warnings
 from step3_ppo.rewards.reward_specs import RewardSpec
 
 
@@ -189,6 +189,6 @@ def test_a_reward_model_is_doubted_by_the_interval_of_its_accuracy(tmp_path, acc
     (tmp_path / "triptych.json").write_text(json.dumps(facts))
     args = parse_args(PPOArguments, ["--template", "chat"], problems=Problems())
     specs = [RewardSpec("model", str(tmp_path), 1.0, "model")]
-    *lines, of_template = doubts_about_rewards(args, specs)
+    *lines, of_template = reward_warnings(args, specs)
     assert (told in lines[0] and len(lines) == 1) if told else lines == []
     assert of_template.endswith("was trained with --template plain, and scores dialogues of --template chat")

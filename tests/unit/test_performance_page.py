@@ -18,6 +18,7 @@ PAGE = (ROOT / "docs/performance.md").read_text()
 BASELINES = {
     path.name: json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/baselines").glob("*.json"))
 }
+GPU_TESTS = BASELINES.pop("gpu_tests.h200.json")
 
 
 def as_row(cells: list[str]) -> str:
@@ -27,7 +28,8 @@ def as_row(cells: list[str]) -> str:
 
 def rates_of(baseline: dict) -> list[list[str]]:
     """The rows, as the page writes them, of whatever has a median."""
-    decimals = int(baseline["name"].endswith("_step"))  # seconds, not tokens a second
+    # Tokens a second, but seconds of a step and milliseconds of a GPU's.
+    decimals = 2 if baseline["name"] == "gpu" else int(baseline["name"].endswith("_step"))
     tables = [baseline.get("rates", {}), *(s.get("rates", {}) for s in baseline.get("sections", {}).values())]
     return [
         [name, *(f"{row[key]:,.{decimals}f}" for key in ("median", "low", "high"))]
@@ -45,6 +47,20 @@ def test_a_baseline_is_told_with_its_command_commit_and_ratio(name):
     assert f"{baseline['ratio']:.2f}" in PAGE
     for row in rates_of(baseline):
         assert as_row(row) in PAGE
+
+
+def test_the_gpu_section_has_the_ppo_steps_and_the_tests():
+    for name, case in BASELINES["gpu.h200.json"]["sections"]["ppo"].items():
+        phases = case["phases"]
+        scores = sum(phases[role] for role in ("actor_score", "reference", "critic", "reward"))
+        cells = [f"{case['median']:.2f}", f"{case['low']:.2f} to {case['high']:.2f}"]
+        cells += [f"{phases['generate']:.2f}", f"{scores:.2f}"]
+        cells += [f"{phases[role]:.2f}" for role in ("actor_update", "critic_update")]
+        cells += [f"{case['peak_gib']:.1f}", f"{case['planned_gib']:.1f}"]
+        assert as_row([name, *cells]) in PAGE
+    outcomes = list(GPU_TESTS["tests"].values())
+    told = f"{outcomes.count('passed')} of {len(outcomes)} pass, {outcomes.count('skipped')} need a second"
+    assert told in PAGE
 
 
 def over_in_generation(way: str) -> float:
@@ -86,7 +102,12 @@ def test_every_committed_run_has_its_row():
         threads = "1 thread |" if baseline["threads"] == 1 else f"{baseline['threads']} threads |"
         assert f"| `{baseline['command']}` |" in row and threads in row
         assert f"{baseline['ratio']:.2f}" in row
-        assert baseline["device"] == "cpu" and ("CPU, " in row or "pretended GPU, " in row)
+        is_cpu = baseline["device"] == "cpu"
+        assert (
+            ("CPU, " in row or "pretended GPU, " in row)
+            if is_cpu
+            else f"{baseline['device'].split()[-1]}, " in row
+        )
 
 
 @pytest.mark.parametrize("name", ["sft", "reward", "dpo", "ppo", "grpo"])

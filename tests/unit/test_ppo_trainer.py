@@ -60,7 +60,9 @@ def open_trainer(**flags):
     fails = []
     trainer.minibatches, trainer.finish_step = minibatches, lambda current: dict(current.means)
     trainer.losses = SimpleNamespace(update=update, update_by_text=lambda: update(["text"]))
-    run = SimpleNamespace(num_updates=0, point=lambda *_: None, refuse=lambda *_: asked.append("refused"))
+    run = SimpleNamespace(
+        num_updates=0, checkpoint_if_due=lambda *_: None, record_bad_step=lambda *_: asked.append("refused")
+    )
     return trainer, run, asked, fails
 
 
@@ -140,7 +142,7 @@ class KnowingCritic:
     Its values are in the units of the statistics at that time. Scores grow from rollout to rollout.
     """
 
-    recomputes, max_gap, judge_gap = True, math.inf, lambda self, gap: None
+    recomputes, max_gap, check_logprob_gap = True, math.inf, lambda self, gap: None
     scores = Scorer([])
     roles = SimpleNamespace(actor=SimpleNamespace(hybrid_engine=ENGINE))
 
@@ -166,7 +168,10 @@ def test_a_critic_that_is_right_leaves_no_advantage_while_statistics_move(kind, 
         rollout_staleness=staleness,
     )  # fmt: skip
     learned, algorithm, rollout = [], ALGORITHMS["ppo"], KnowingCritic()
-    logger, run = SimpleNamespace(log=lambda *_: None), SimpleNamespace(num_updates=0, point=lambda *_: None)
+    logger, run = (
+        SimpleNamespace(log=lambda *_: None),
+        SimpleNamespace(num_updates=0, checkpoint_if_due=lambda *_: None),
+    )
     trainer = make_trainer(fill_defaults(args, algorithm), algorithm, rollout, logger)
     rollout.normaliser = normaliser = trainer.value_normaliser
     normaliser.beta = 0.5
@@ -225,7 +230,7 @@ def test_hooks_run_before_and_after_each_phase(monkeypatch):
     algorithm, rollout = ALGORITHMS["ppo"], KnowingCritic()
     rollout.normaliser = ValueNormaliser("exp")
     logger = SimpleNamespace(log=lambda *_: None)
-    run = SimpleNamespace(num_updates=0, point=lambda *_: None)
+    run = SimpleNamespace(num_updates=0, checkpoint_if_due=lambda *_: None)
     args = fill_defaults(PPOArguments(reward_clip=0.0, kl_coef=0.0), algorithm)
     trainer = make_trainer(args, algorithm, rollout, logger)
     trainer.minibatches = lambda current: learned.append(current.batch) or list(minibatches)

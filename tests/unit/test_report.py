@@ -84,10 +84,10 @@ def test_torn_lines_and_files_are_named_and_the_rest_is_shown(tmp_path):
     run = read_run(folder)
     assert run.curves["sft/loss"].steps == [1, 2, 3]
     assert run.notes == [
-        "metrics.jsonl: torn lines are left out (line 3, 5, 6, ...)",
+        "metrics.jsonl: torn lines are skipped (line 3, 5, 6, ...)",
         "args.json is missing or torn",
         "run.json is missing or torn",
-        "samples.jsonl: torn lines are left out (line 1)",
+        "samples.jsonl: torn lines are skipped (line 1)",
     ]
     assert "samples.jsonl: torn" in page_of(folder).text
 

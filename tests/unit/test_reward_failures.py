@@ -65,7 +65,7 @@ def test_a_models_nan_is_a_failure_and_one_of_a_reward_without_weight_masks_nobo
     assert batch.numbers("scores").isfinite().all()
     assert summarise_scores(batch, scores)["objective/failed_fraction"] == 0.5
     assert scores_of("mask", texts=[1.0] * 4, model=[0.0, 0.0, math.inf, 0.0])[0].first_failure == (
-        "reward model gave NaN or infinity"
+        "reward model returned NaN or infinity"
     )
     with pytest.raises(StepRefused, match="function_f, for a batch of 4 .*gave 'None'"):
         scores_of("refuse", texts=texts)

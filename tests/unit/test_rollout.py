@@ -101,7 +101,7 @@ def build(
 class EndlessPrompts:
     """The same three prompts every time."""
 
-    num_drawn, order = 0, SimpleNamespace(global_rows=3)
+    num_taken, order = 0, SimpleNamespace(global_rows=3)
 
     def __next__(self):
         rows = []
@@ -109,7 +109,7 @@ class EndlessPrompts:
             texts = {"row_id": f"file:{i}", "prompt_text": f"prompt {i}", "fields": f'{{"answer": {i}}}'}
             texts["messages"] = json.dumps([{"role": "user", "content": f"prompt {i}"}])
             rows.append({"prompt_ids": ids} | texts)
-        self.num_drawn += 1
+        self.num_taken += 1
         return [collate_prompts(rows)]
 
 
@@ -229,7 +229,7 @@ def test_groups_of_one_score_are_replaced_by_groups_of_further_prompts(num_ranks
     scores = {0: 1, 1: 1, 2: 0, 3: 1, 4: 2, 5: 2, 6: 7, 7: 7, 8: 0, 9: 1, 10: 5, 11: 6}
     rollout, prompts = build(scores.__getitem__, rounds=3), EndlessPrompts()
     batch = rollout.collect(prompts, 0)
-    assert batch.ids == (2, 3, 8, 9, 10, 11) and prompts.num_drawn == 2
+    assert batch.ids == (2, 3, 8, 9, 10, 11) and prompts.num_taken == 2
     assert rollout.refilled_fraction == pytest.approx(4 / 6 / num_ranks)
 
 
@@ -243,7 +243,7 @@ def test_a_group_whose_other_answer_has_no_score_is_replaced():
 def test_after_the_last_round_a_group_of_one_score_stays():
     rollout, prompts = build(lambda sample: 1.0 if sample < 12 else sample, rounds=1), EndlessPrompts()
     batch = rollout.collect(prompts, 0)
-    assert batch.ids == tuple(range(6)) and prompts.num_drawn == 2 and rollout.refilled_fraction == 0
+    assert batch.ids == tuple(range(6)) and prompts.num_taken == 2 and rollout.refilled_fraction == 0
 
 
 def test_texts_and_row_fields_reach_the_rewards_that_read_them():
@@ -287,21 +287,21 @@ def test_the_sampling_mask_of_each_token_is_packed_beside_it():
 
 def test_the_sampler_is_trusted_as_long_as_it_agrees():
     auto = build(source="auto")
-    assert auto.recomputes and auto.judge_gap(1e-7) is None and not auto.recomputes
-    assert auto.judge_gap(1e-3) is None and not auto.recomputes, "it is met and not exceeded"
-    assert "recomputed from here on" in auto.judge_gap(0.01) and auto.recomputes
-    assert auto.judge_gap(0.01) is None and auto.recomputes
+    assert auto.recomputes and auto.check_logprob_gap(1e-7) is None and not auto.recomputes
+    assert auto.check_logprob_gap(1e-3) is None and not auto.recomputes, "it is met and not exceeded"
+    assert "recomputed from here on" in auto.check_logprob_gap(0.01) and auto.recomputes
+    assert auto.check_logprob_gap(0.01) is None and auto.recomputes
     rollout = build(source="rollout")
-    assert not rollout.recomputes and "--old_logprobs recompute" in rollout.judge_gap(0.01)
+    assert not rollout.recomputes and "--old_logprobs recompute" in rollout.check_logprob_gap(0.01)
     assert not rollout.recomputes and rollout.max_gap == math.inf
     strict = build(source="strict")
     assert not strict.recomputes and strict.max_gap == 1e-3, "an update above it is refused"
     recompute = build(source="recompute")
-    assert recompute.recomputes and recompute.judge_gap(1e-9) is None and recompute.recomputes
+    assert recompute.recomputes and recompute.check_logprob_gap(1e-9) is None and recompute.recomputes
     replayed = build(source="auto", replays=True)  # the sampler's are of other probabilities
-    assert replayed.recomputes and replayed.judge_gap(1e-9) is None and replayed.recomputes
+    assert replayed.recomputes and replayed.check_logprob_gap(1e-9) is None and replayed.recomputes
     stale = build(source="auto", staleness=1)
-    assert stale.judge_gap(1e-9) is None and stale.recomputes
+    assert stale.check_logprob_gap(1e-9) is None and stale.recomputes
 
 
 @pytest.mark.usefixtures("process_group")

@@ -21,9 +21,9 @@ from step3_ppo.rollout_batch import (
     cut_minibatches,
     exchange_rows,
     gather_ids,
+    merge_columns,
     num_tokens,
     plan_minibatches,
-    put_back,
     replace_rows,
     response_mask,
     sampled_positions,
@@ -58,7 +58,7 @@ def test_rows_that_no_algorithm_saw_count_in_no_loss():
     batch = make_rollout_batch([0, 1, 2], [1, 1, 1], [2, 3, 1])
     kept = batch.select([2, 0])
     kept = with_tokens(kept, advantages=torch.ones(2, 2))
-    whole = put_back(kept, batch)
+    whole = merge_columns(kept, batch)
     assert whole.ids == (0, 1, 2)
     assert tokens(whole, "advantages").tolist() == [[1, 1, 0], [0, 0, 0], [1, 0, 0]]
     assert tokens(whole, "loss_mask").sum(1).tolist() == [2, 0, 1]

@@ -41,7 +41,7 @@ def build(
     return Run(args, earlier or EarlierRun(), start_logger(folder), data, rows, parts, steps_per_epoch=4)
 
 
-# ---- Refused steps
+# ---- Skipped steps
 
 
 def rows_of(path) -> list[dict]:
@@ -54,27 +54,27 @@ def metrics(folder) -> list[tuple[int, int]]:
 
 def test_run_counts_refused_steps_and_ends_beyond_max_bad_steps(tmp_path, capsys):
     run, errors = build(tmp_path, most=2), [StepRefused(f"loss {i} is NaN") for i in range(3)]
-    run.refuse(4, errors[0])
-    run.refuse(7, errors[1])
+    run.record_bad_step(4, errors[0])
+    run.record_bad_step(7, errors[1])
     with pytest.raises(TooManyBadSteps, match="loss 2 is NaN\nskipped 3 steps, --max_bad_steps allows 2"):
-        run.refuse(7, errors[2])
+        run.record_bad_step(7, errors[2])
     (saved,), _ = find_checkpoints(tmp_path)
     assert saved.folder.name == "step-000007" and saved.meta["numbers"]["progress"]["num_refused"] == 3
     assert metrics(tmp_path) == [(4, 1), (7, 2), (7, 3)]
     files = sorted(path.name for path in (tmp_path / "bad_batches").iterdir())
     assert files == [f"step-00000{step}-00{n}-rank-00000.jsonl" for n, step in enumerate((4, 7, 7), 1)]
     printed = capsys.readouterr().out
-    assert "step 4 refused: loss 0 is NaN; its batch is in" in printed and "step 7 refused" in printed
+    assert "step 4 skipped: loss 0 is NaN; its batch is in" in printed and "step 7 skipped" in printed
 
 
 def test_run_restores_its_counters_from_a_checkpoint(tmp_path):
     first, second = build(tmp_path, most=1), build(tmp_path, most=1)
-    first.refuse(1, StepRefused("no"))
+    first.record_bad_step(1, StepRefused("no"))
     first.step, first.num_updates = 9, 5  # several a step, but none in some
     second.load(TensorReader([]), first.json_state())
     assert second.num_updates == 5
     with pytest.raises(TooManyBadSteps, match="skipped 2 steps"):
-        second.refuse(2, StepRefused("no"))
+        second.record_bad_step(2, StepRefused("no"))
 
 
 def test_run_resumed_elsewhere_saves_the_loaded_state_there(tmp_path, monkeypatch):
@@ -84,7 +84,7 @@ def test_run_resumed_elsewhere_saves_the_loaded_state_there(tmp_path, monkeypatc
         run = build(tmp_path / name, 0, earlier)
         run.begin()
         with pytest.raises(TooManyBadSteps):
-            run.refuse(0, StepRefused("no"))
+            run.record_bad_step(0, StepRefused("no"))
         found, _ = find_checkpoints(tmp_path / name)
         assert [checkpoint.folder.name for checkpoint in found] == ["step-000000"]
         earlier = EarlierRun(found, is_elsewhere=True)
@@ -98,7 +98,7 @@ def test_run_writes_the_batch_of_a_refused_step(tmp_path, monkeypatch):
     }
     first = PackedBatch.build(("a", "b"), columns).with_texts(ROW_IDS, ["f:1", "ä:2"])
     second = PackedBatch.build(("c",), {"ids": [torch.tensor([5, 6])]})
-    build(tmp_path).refuse(12, StepRefused("why", [first, second]))
+    build(tmp_path).record_bad_step(12, StepRefused("why", [first, second]))
     (file,) = (tmp_path / "bad_batches").iterdir()
     assert file.name == "step-000012-001-rank-00003.jsonl"
     head, a, b, c = rows_of(file)
@@ -113,7 +113,7 @@ def test_run_writes_refused_batches_of_every_kind_with_row_ids(tmp_path):
     row = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "row_id": "r"}
     pair = {"chosen_response_start": 1, "rejected_response_start": 1, "margin": 1.5, "row_id": "p"}
     pair |= {"chosen_ids": [1, 2, 3], "rejected_ids": [1, 4]}
-    build(tmp_path).refuse(1, StepRefused("no", [collate_sft([row]), collate_pairs([pair])]))
+    build(tmp_path).record_bad_step(1, StepRefused("no", [collate_sft([row]), collate_pairs([pair])]))
     (file,) = (tmp_path / "bad_batches").iterdir()
     assert [written["id"] for written in rows_of(file)[1:]] == ["(0, 'r')", "(0, 'p')"]
 
@@ -122,7 +122,7 @@ def test_run_reports_a_refused_batch_that_cannot_be_written(tmp_path, capsys):
     run = build(tmp_path)
     batch = PackedBatch.build(range(50), {"ids": list(torch.arange(5000).view(50, 100))})
     with files_up_to(6000):
-        run.refuse(1, StepRefused("no", [batch]))
+        run.record_bad_step(1, StepRefused("no", [batch]))
     assert "its batch could not be written to" in capsys.readouterr().out
 
 
@@ -147,8 +147,8 @@ def test_save_interval_by_steps_epochs_and_time(saves, steps, tmp_path, monkeypa
     run = build(tmp_path, saves=saves)
     for step in range(10):
         run.step = step
-        run.point(step)
-        run.point(step + 1, "update-0001")  # in the middle of the next one
+        run.checkpoint_if_due(step)
+        run.checkpoint_if_due(step + 1, "update-0001")  # in the middle of the next one
         clock[0] += 1000
     assert [int(c.folder.name[5:]) for c in reversed(find_checkpoints(tmp_path)[0])] == steps
 
@@ -298,7 +298,7 @@ def test_stop_request_counts_signals_close_together_as_one(monkeypatch):
     request = StopRequest()
     for now, expected in ((100.0, []), (101.9, []), (102.0, []), (102.1, [130])):
         clock[0] = now
-        request._take(signal.SIGINT)
+        request._handle(signal.SIGINT)
         assert left == expected, now
     assert request.name == "SIGINT"
 

@@ -135,7 +135,7 @@ def test_lines_wait_while_the_disk_is_full_and_none_is_torn_or_lost(tmp_path, ca
         with pytest.raises(OSError, match="metrics.jsonl cannot be written"):
             logger.json_state()
     printed = capsys.readouterr().out
-    assert printed.count("its lines wait in memory") == 1 and "step     3/9" in printed
+    assert printed.count("its lines are kept in memory") == 1 and "step     3/9" in printed
     logger.log(4, {"a/b": 1.0})
     assert steps_of(tmp_path) == [1, 2, 3, 4]
     assert logger.json_state()["sizes"]["metrics.jsonl"] == (tmp_path / "metrics.jsonl").stat().st_size

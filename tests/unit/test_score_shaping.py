@@ -31,10 +31,11 @@ def test_clip_then_penalty_then_length():
 
 
 def test_scores_are_whitened_before_they_are_clipped():
-    scores = torch.tensor([1.0, 1.0, 1.0, 1.0, 6.0])  # mean 2, deviation 2: whitened -1/2 and 2
-    lengths, finished = torch.full((5,), 10), torch.ones(5, dtype=torch.bool)
+    scores = torch.tensor([1.0, *[3.0] * 6, 5.0])  # mean 3, deviation 1: whitened -2, 0 and 2
+    lengths, finished = torch.full((8,), 10), torch.ones(8, dtype=torch.bool)
     found = shape_scores(scores, lengths, finished, whiten_scores="batch", reward_clip=1.5)
-    close(found, [-0.5, -0.5, -0.5, -0.5, 1.5])
+    close(found, [-1.5, *[0.0] * 6, 1.5])
+    scores, lengths, finished = torch.tensor([1.0, 1.0, 1.0, 1.0, 6.0]), lengths[:5], finished[:5]
     groups = torch.tensor([3, 8, 3, 8, 8])  # A31: 1 1, and 1 1 6 with mean 8/3 and deviation 5 sqrt(2) / 3
     found = shape_scores(scores, lengths, finished, groups, whiten_scores="group", reward_clip=1.2)
     close(found, [0.0, -(0.5**0.5), 0.0, -(0.5**0.5), 1.2])

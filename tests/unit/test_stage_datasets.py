@@ -268,7 +268,7 @@ def test_check_sources_tells_all_problems_at_once(tmp_path, write_rows, options)
         assert text in problem
     assert ["step 2 reads prompt/chosen/rejected | " in p for p in problems] == [False, False, True, False]
     (problem,) = check_sources(options(good, 2, data_split="1,0,1"))
-    assert "--data_split 1,0,1 leaves nothing to step 2" in problem
+    assert "--data_split 1,0,1 leaves no rows for step 2" in problem
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.parquet"])
@@ -311,12 +311,12 @@ def test_a_dry_run_reads_the_first_rows_and_shows_one(tiny_tokenizer, write_rows
 
 
 def test_a_person_sees_what_is_being_done(write_rows, build, monkeypatch, capfd):
-    monkeypatch.setattr(watchdog, "_told", None)
+    monkeypatch.setattr(watchdog, "_printed_phases", None)
     path = write_rows(answers(3))
     with watchdog.phase("the loading of the model"):
         assert capfd.readouterr().err == "", "a program asks for it"
-    watchdog.tell_phases()
-    monkeypatch.setattr(stage_datasets, "TELL_SECONDS", 0.0)
+    watchdog.print_progress_lines()
+    monkeypatch.setattr(stage_datasets, "PROGRESS_SECONDS", 0.0)
     for step in (1, 2):
         with watchdog.phase("the preparation of the data", step), watchdog.phase("something inside"):
             build(path, 1)
@@ -345,9 +345,11 @@ def test_the_cache_is_reused_and_its_key_follows_what_decides_the_tokens(
         folders.add(build_data(replace(given, **{name: value}), template).report.cache_folder)
     for name, tokenizer in (("human_assistant", make_tokenizer(300)), ("plain", tiny_tokenizer)):
         folders.add(build_data(given, build_template(name, tokenizer)).report.cache_folder)
+    whole = replace(given, data_path=[], sft_only_data_path=given.data_path)  # none of it for other steps
+    folders.add(build_data(whole, template).report.cache_folder)
     write_rows(answers(21))
     folders.add(build_data(given, template).report.cache_folder)
-    assert len(folders) == 9
+    assert len(folders) == 10
 
 
 def test_pretraining_blocks(tmp_path, tiny_tokenizer, write_rows, monkeypatch):

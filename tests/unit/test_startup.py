@@ -18,10 +18,10 @@ from common.models import model_flops
 from common.models.transformers_internals import TRANSFORMERS
 from common.programs import model_checks
 from common.programs.conversation_form import describe_form, find_template
-from common.programs.startup import OF_A_GROUP, check_device, check_environment, check_run
+from common.programs.startup import GROUP_VARIABLES, check_device, check_environment, check_run
 from common.ranks import distributed
 from common.ranks.deepspeed_internals import DEEPSPEED
-from common.runs.resume import settle_dtype
+from common.runs.resume import resolve_dtype
 from step1_sft.arguments import SFTArguments
 
 
@@ -95,7 +95,7 @@ def test_the_token_that_a_chat_template_ends_turns_with_becomes_eos_unless_anoth
     args, problems = SFTArguments(eot_token=given), Problems()
     template, notes = find_template("--model_name_or_path", str(tmp_path), args, tokenizer, problems)
     if given:
-        assert template is None and "pass that token by --eot_token" in problems.messages[0]
+        assert template is None and "pass that token as --eot_token" in problems.messages[0]
     else:
         assert tokenizer.eos_token == template.eot_token == "<|im_end|>" and not problems.messages
         assert "turns end with '<|im_end|>'" in notes[0]
@@ -122,7 +122,7 @@ def test_variables_of_a_chat_template_are_recorded_and_taken_up(tmp_path, make_t
 
 def problems_in(monkeypatch, **environment: str) -> list[str]:
     """Return what is wrong with an environment that has these variables of a launcher and no others."""
-    for name in (*OF_A_GROUP, "LOCAL_RANK"):
+    for name in (*GROUP_VARIABLES, "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -169,7 +169,7 @@ def test_who_tells_the_problems(monkeypatch, capsys, rank, local_rank, by_all, i
     problems = Problems()
     problems.add("something")
     with pytest.raises(SystemExit):
-        problems.exit_if_any(is_told_by_all=by_all)
+        problems.exit_if_any(on_every_rank=by_all)
     assert ("something" in capsys.readouterr().err) == is_told
 
 
@@ -178,15 +178,16 @@ def test_who_tells_the_problems(monkeypatch, capsys, rank, local_rank, by_all, i
     ("variable", "found"), [("", "expandable_segments:True"), ("PYTORCH_CUDA_ALLOC_CONF", "")]
 )
 def test_blocks_of_gpu_memory_grow_unless_the_user_says_how(monkeypatch, variable, found):
-    for name in distributed.ALLOCATOR_VARIABLES:
+    for name in {*distributed.ALLOCATOR_VARIABLES, "NCCL_GRAPH_REGISTER"}:
         monkeypatch.delenv(name, raising=False)
     if variable:
         monkeypatch.setenv(variable, "max_split_size_mb:64")
     torch._C._accelerator_setAllocatorSettings("")
     distributed.start()  # without a GPU nothing is set
-    assert torch._C._accelerator_getAllocatorSettings() == ""
+    assert torch._C._accelerator_getAllocatorSettings() == "" and "NCCL_GRAPH_REGISTER" not in os.environ
     with pretended_gpu():
         distributed.start()
+    assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
     assert torch._C._accelerator_getAllocatorSettings() == found
     torch._C._accelerator_setAllocatorSettings("")
 
@@ -218,13 +219,13 @@ def test_dtype_auto_is_the_faster_on_a_cpu_and_the_usual_on_a_gpu(monkeypatch):
     for bf16 in (1e9, 3e9):
         monkeypatch.setattr(model_flops, "measure_flops", {torch.float32: 2e9, torch.bfloat16: bf16}.get)
         args = SFTArguments(dtype="auto")
-        (note,) = settle_dtype(args)
+        (note,) = resolve_dtype(args)
         assert args.dtype == ("bf16" if bf16 > 2e9 else "fp32")
         assert note == f"--dtype auto is {args.dtype}: fp32 2.0 GFLOP/s, bf16 {bf16 / 1e9} GFLOP/s"
-        assert settle_dtype(args) == []
+        assert resolve_dtype(args) == []
     with pretended_gpu(capability=AMPERE):
         args = SFTArguments(dtype="auto")
-        assert settle_dtype(args) == [] and args.dtype == ""
+        assert resolve_dtype(args) == [] and args.dtype == ""
 
 
 @pytest.mark.parametrize("name", ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"])

@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
-from common.flags.streams import settle_streams
-settle_streams()
+from common.flags.streams import harden_streams
+harden_streams()
 import os, sys
 file = open({path!r}, "w")
 print("out \\xfc \\u2603")

@@ -135,7 +135,7 @@ def test_a_tracker_that_fails_is_given_up_with_a_word_and_others_go_on(tmp_path,
         step(logger, number)
     logger.close()
     assert sent_of(bad) == [(1, "a/b")] and sent_of(good) == [(1, "a/b"), (2, "a/b"), (3, "a/b")]
-    assert capsys.readouterr().out.count("wandb takes no more metrics (the server is gone)") == 1
+    assert capsys.readouterr().out.count("wandb accepts no more metrics (the server is gone)") == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
@@ -146,7 +146,7 @@ def test_a_tracker_that_cannot_begin_ends_the_start_before_anything_is_replaced(
         raise RuntimeError("\nno API key\nmore")
 
     monkeypatch.setattr(run_logger, "start_tracker", refuse)
-    told = r"--trackers wandb cannot begin \(RuntimeError: no API key\); log in"
+    told = r"--trackers wandb cannot start \(RuntimeError: no API key\); log in"
     with pytest.raises(ValueError, match=told):
         started(tmp_path, "wandb")
     assert (tmp_path / "metrics.jsonl").read_text() == "kept\n"

@@ -77,7 +77,9 @@ def test_the_reward_model_fits_the_actor(tmp_path, tiny_model_folder, make_token
     assert reward_model_of(*words, "--step", "1", "2").endswith("/other")
 
 
-@pytest.mark.parametrize(("code", "said"), [(2, "mend what its message names, then"), (137, "resume it by")])
+@pytest.mark.parametrize(
+    ("code", "said"), [(2, "fix the problem in its message, then"), (137, "to resume, rerun")]
+)
 def test_what_to_do_after_a_step_that_failed(code, said, monkeypatch, capsys):
     failing = train.Launch(["bash", "-c", "kill -9 $$" if code == 137 else f"exit {code}"], {})
     monkeypatch.setattr(train, "build_launch", lambda *_: failing)

@@ -77,7 +77,7 @@ def test_kept_keys_and_values_give_the_texts_of_a_prefix_that_is_computed_anew(f
             PromptBatch(ids, mask, torch.arange(4)), chosen
         )  # what is left of it must not matter
         if is_rounded:  # late looks: an ended sequence goes through further passes before it goes on
-            generator._step._graphs, generator._step.passes_per_look = PlainPasses(model), 4
+            generator._step._graphs, generator._step.passes_per_check = PlainPasses(model), 4
         out = generator.generate(PromptBatch(ids, mask, torch.arange(4)), chosen, on_turns=Partner(stop))
         for row, (text, sampled, is_finished) in enumerate(expected):
             of_text = out.response_mask[row]

@@ -81,10 +81,10 @@ def test_is_out_of_memory_recognises_allocator_errors():
 def test_leave_after_in_a_lone_process_prints_memory_errors_alone(capfd, monkeypatch):
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    watchdog.leave_after(ValueError("the interpreter shows it"))
+    watchdog.exit_on_error(ValueError("the interpreter shows it"))
     assert capfd.readouterr().err == ""
     with pytest.raises(SystemExit, match="3"):
-        watchdog.leave_after(MemoryError("lower the batch size"))
+        watchdog.exit_on_error(MemoryError("lower the batch size"))
     assert capfd.readouterr().err == "error: lower the batch size\n"
 
 
@@ -116,14 +116,14 @@ class World:
             for detector in self.ranks:
                 if detector.rank not in self.silent:
                     failure_detector.count_collectives = lambda r=detector.rank: dict(self.calls[r])
-                    verdicts.append(detector.look())
+                    verdicts.append(detector.check())
             if all(verdicts):
                 break
         return verdicts
 
     def lose(self, rank: int) -> None:
         """Let a rank's collective fail."""
-        self.ranks[rank].lost, self.ranks[rank].lost_at = CLOSED, self.ranks[rank]._num_looks
+        self.ranks[rank].lost, self.ranks[rank].lost_at = CLOSED, self.ranks[rank]._num_checks
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_failure_detector_reports_a_dead_process(world):
     world.ranks[1].process = ("another", child.pid)
     assert world.wait(10) == [None] * 3
     world.ranks[1].process = (this_machine(), child.pid)
-    world.ranks[1].tell_position()
+    world.ranks[1].send_position()
     world.silent.add(1)
     assert world.wait(0) == [None, None]
     assert text_of(world.wait(2)).startswith("rank 1 died at step 3 in the rollout")
@@ -162,7 +162,7 @@ def test_failure_detector_reports_a_dead_process(world):
 
 def test_failure_detector_reports_a_rank_that_exits_early(world, monkeypatch):
     """With an exit code it ends the others, which have time to follow; without one it waits for them."""
-    monkeypatch.setattr(failure_detector, "LEAVE_SECONDS", 0.3)
+    monkeypatch.setattr(failure_detector, "EXIT_SECONDS", 0.3)
     waiting = threading.Thread(target=world.ranks[0].say_goodbye, args=(0, ""), daemon=True)
     waiting.start()
     waiting.join(0.6)

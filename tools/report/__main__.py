@@ -20,8 +20,10 @@ from tools.report.page import write_report
 class ReportArguments:
     """Runs and output file."""
 
-    run_dir: list[str] = flag([], "--output_dir of runs; as the first words they need no --run_dir")
-    output: str = flag("", f"the page; empty: {REPORT} in the folder of the run, or here for several runs")
+    run_dir: list[str] = flag([], "--output_dir of runs; may be given first, without --run_dir")
+    output: str = flag(
+        "", f"page to write; empty: {REPORT} in the run's folder, or in this folder for several runs"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -35,21 +37,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     folders = [Path(name) for name in args.run_dir]
     output = Path(args.output or (folders[0] / REPORT if len(folders) == 1 else REPORT)).absolute()
     try:
-        runs, doubts = write_report(folders, output)
+        runs, messages = write_report(folders, output)
     except OSError as error:
         runs = []
-        doubts = [f"--output {output} cannot be written ({error.strerror}); choose another place"]
+        messages = [f"--output {output} cannot be written ({error.strerror}); choose another file"]
     if not runs:
-        for doubt in doubts:
-            problems.add(doubt)
+        for message in messages:
+            problems.add(message)
         problems.exit_if_any()
-    for note in [*doubts, *(f"{run.folder}: {note}" for run in runs for note in run.notes)]:
+    for note in [*messages, *(f"{run.folder}: {note}" for run in runs for note in run.notes)]:
         print(f"note: {note}", file=sys.stderr)
     for run in runs:
         print(f"{run.name}: {run.state}")
-        for one, seen in find_diagnostics(run.curves):
-            if seen:
-                print(f"  {one['title']}: {seen}")
+        for diagnostic, finding in find_diagnostics(run.curves):
+            if finding:
+                print(f"  {diagnostic['title']}: {finding}")
     print(f"wrote {output}")
 
 

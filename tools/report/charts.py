@@ -1,4 +1,4 @@
-"""Charts by matplotlib: SVG panels for the page, or one picture."""
+"""Charts with matplotlib: SVG panels for the page, or one picture."""
 
 import io
 import itertools
@@ -27,7 +27,7 @@ VARIABLES = {color: f"var(--c{i})" for i, color in enumerate(COLORS)}
 VARIABLES |= {QUIET: "var(--quiet)", GRID: "var(--grid)", CARD: "var(--card)"}
 SETTINGS = {"svg.fonttype": "none", "path.simplify_threshold": 1.0, "font.size": 10.5}
 # Comments, style sheets (they would apply to the whole page), group ids, digits below a tenth of a point.
-_NOT_NEEDED = re.compile(
+_REMOVED = re.compile(
     r"<!--.*?-->|<style.*?</style>|\n\s*| id=\"(?!m[0-9a-f]{10}|C\d)[^\"]*\"|(?<=\.\d)\d{4,}"
     r"|font-family:[^;]*; ",
     re.S,
@@ -41,7 +41,7 @@ Draw = Callable[[Axes, Curve, str], None]
 
 
 def shown(value: float) -> str:
-    """A number in four digits, as an axis or a table has room for."""
+    """A number with four digits, short enough for an axis or a table."""
     if 1000 <= abs(value) < 1e6:
         return f"{value:,.0f}"
     return f"{value:.4g}".replace("e+0", "e").replace("e-0", "e-")
@@ -56,23 +56,23 @@ def smooth(values: Sequence[float], width: int) -> list[float]:
 
 def is_noisy(values: Sequence[float]) -> bool:
     """Whether values fluctuate more than they change overall; a schedule, or a running peak, does not."""
-    way = sum(abs(after - before) for before, after in itertools.pairwise(values))
-    return way > NOISY_FROM * (max(values) - min(values))
+    path_length = sum(abs(after - before) for before, after in itertools.pairwise(values))
+    return path_length > NOISY_FROM * (max(values) - min(values))
 
 
 def join_on_steps(curves: Mapping[str, Curve], x: str, y: str) -> Curve:
     """The values of `y` over those of `x` at the steps that both have; none if one is missing."""
     if x not in curves or y not in curves:
         return Curve([], [])
-    of_x = dict(zip(curves[x].steps, curves[x].values, strict=True))
-    of_y = dict(zip(curves[y].steps, curves[y].values, strict=True))
-    both = [step for step in of_y if step in of_x]
-    return Curve([of_x[step] for step in both], [of_y[step] for step in both])
+    x_by_step = dict(zip(curves[x].steps, curves[x].values, strict=True))
+    y_by_step = dict(zip(curves[y].steps, curves[y].values, strict=True))
+    both = [step for step in y_by_step if step in x_by_step]
+    return Curve([x_by_step[step] for step in both], [y_by_step[step] for step in both])
 
 
-def spread(items: Sequence[Any], most: int) -> list[Any]:
-    """At most `most` items, evenly spaced, including the first and the last."""
-    indexes = numpy.linspace(0, len(items) - 1, min(most, len(items))).round()
+def spread(items: Sequence[Any], max_items: int) -> list[Any]:
+    """At most `max_items` items, evenly spaced, including the first and the last."""
+    indexes = numpy.linspace(0, len(items) - 1, min(max_items, len(items))).round()
     return [items[int(index)] for index in indexes]
 
 
@@ -150,7 +150,7 @@ def render_svg(
         _style(axis, x_name)
         figure.savefig(buffer, format="svg")
     body = buffer.getvalue().partition("</metadata>")[2].rpartition("</svg>")[0]
-    body = _NOT_NEEDED.sub("", body)
+    body = _REMOVED.sub("", body)
     body = re.sub("|".join(VARIABLES), lambda match: VARIABLES[match[0]], body)
     for _, name, curve in curves:
         point = f"{name}: {x_name}" if len(curves) > 1 else x_name
@@ -191,10 +191,10 @@ def render_picture(panels: Mapping[str, Mapping[str, Curve]], x_name: str = "ste
         left = gap + place % 2 * (WIDTH + gap)
         top = gap + place // 2 * (HEIGHT + head + gap)
         body += f'<text x="{left}" y="{top + 12}" font-weight="600" fill="var(--ink)">{escape(title)}</text>'
-        for row, of_line in enumerate(names[title]):
+        for row, line_names in enumerate(names[title]):
             words = [
                 f'<tspan dx="{9 * bool(n)}" fill="var(--c{i % len(COLORS)})">{escape(name)}</tspan>'
-                for n, (i, name) in enumerate(of_line)
+                for n, (i, name) in enumerate(line_names)
             ]
             body += f'<text x="{left}" y="{top + 30 + line * row}">{"".join(words)}</text>'
         panel = render_svg([(i, *of) for i, of in enumerate(curves.items())], title, x_name=x_name)

@@ -111,9 +111,9 @@ def build_trail(runs: Sequence[RunFiles], trail: dict[str, Any]) -> list[Panel]:
 def build_histogram(runs: Sequence[RunFiles], histogram: dict[str, Any]) -> list[Panel]:
     """Panel of metrics that are shares, one bar each, at the last step; [] without them."""
     names = histogram["metrics"]
-    places = list(range(1, len(names) + 1))
+    positions = list(range(1, len(names) + 1))
     curves = [
-        (i, run.name, Curve(places, [run.curves[name].last for name in names]))
+        (i, run.name, Curve(positions, [run.curves[name].last for name in names]))
         for i, run in enumerate(runs)
         if all(name in run.curves for name in names)
     ]

@@ -147,5 +147,5 @@ def read_rows(path: Path, notes: list[str]) -> list[Row]:
             torn.append(number)
     if torn:
         numbers = ", ".join(map(str, torn[:3])) + (", ..." if len(torn) > 3 else "")
-        notes.append(f"{path.name}: torn lines are left out (line {numbers})")
+        notes.append(f"{path.name}: torn lines are skipped (line {numbers})")
     return rows

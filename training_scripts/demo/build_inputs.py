@@ -250,11 +250,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("output_dir", type=Path, help="folder to write; files of an earlier run are replaced")
     add("--data", choices=("composed", "human"), default="composed", help="whose conversations")
-    add("--seed", type=int, default=1234, help="of split, pairs and random weights")
-    add("--num_train_pairs", type=int, default=12000, help="preference pairs for training, at most")
-    add("--num_eval_pairs", type=int, default=1000, help="preference pairs held out, at most")
-    add("--hold_out_topics", action="store_true", help="eval has composed topics that train lacks")
-    add("--skip_base_model", action="store_true", help="write the data only: another base model is used")
+    add("--seed", type=int, default=1234, help="seed of split, pairs and random weights")
+    add("--num_train_pairs", type=int, default=12000, help="maximum preference pairs for training")
+    add("--num_eval_pairs", type=int, default=1000, help="maximum held-out preference pairs")
+    add("--hold_out_topics", action="store_true", help="use composed topics in eval that train lacks")
+    add("--skip_base_model", action="store_true", help="write only the data, for use with another base model")
     return parser.parse_args(argv)
 
 

@@ -61,16 +61,16 @@ NUMBERS = {
     "win_rate": ("PPO's replies scored above SFT's, held-out prompts", 3, "at least 0.6"),
     "target_sft": ("replies that are kind and on topic, SFT model", 3, ""),
     "target_ppo": ("replies that are kind and on topic, PPO model", 3, "at least 0.25 above the SFT model's"),
-    "fluency_human": ("log-probability of human replies, nats a token", 2, ""),
+    "fluency_human": ("log-probability of human replies, nats per token", 2, ""),
     "fluency_sft": ("log-probability of the SFT model's replies", 2, ""),
     "fluency_ppo": ("log-probability of the PPO model's replies", 2, "at least that of human ones"),
     "lint_free_sft": ("replies in which a grammar checker finds nothing, SFT model", 3, ""),
     "lint_free_ppo": ("replies in which a grammar checker finds nothing, PPO model", 3, "at least 0.9"),
-    "kl": ("KL to the SFT model, nats a reply", 2, "at most 10"),
+    "kl": ("KL to the SFT model, nats per reply", 2, "at most 10"),
     "distinct2_sft": ("distinct-2 (different word pairs), SFT model", 3, ""),
     "distinct2_ppo": ("distinct-2 (different word pairs), PPO model", 3, "at least half the SFT model's"),
-    "words_sft": ("words a reply, SFT model", 2, ""),
-    "words_ppo": ("words a reply, PPO model", 2, "at least 0.6 of the SFT model's"),
+    "words_sft": ("words per reply, SFT model", 2, ""),
+    "words_ppo": ("words per reply, PPO model", 2, "at least 0.6 of the SFT model's"),
     "seconds": ("seconds, all of it", 0, "at most {seconds}"),
     "peak_gib": ("peak memory, GiB", 2, "at most {gib}"),
 }
@@ -261,15 +261,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__.split("\n", 1)[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("output_dir", type=Path, help="folder that run_demo.sh filled; summary.json goes there")
-    add("--size", choices=tuple(LIMITS), default="small", help="of the model")
-    add("--template", default="human_assistant", help="as in the three steps")
-    add("--num_prompts", type=int, default=512, help="held-out prompts, one reply each by SFT and PPO model")
-    add("--data", choices=("composed", "human"), default="composed", help="what build_inputs.py made")
-    add("--num_judged", type=int, default=96, help="replies whose fluency is judged, of each kind")
-    add("--num_scored", type=int, default=2000, help="held-out replies in the perplexities, at most")
-    add("--batch_size", type=int, default=64, help="sequences a forward pass")
-    add("--started_at", type=float, default=time.time(), help="unix time the demo began")
+    add("output_dir", type=Path, help="folder written by run_demo.sh; summary.json is added to it")
+    add("--size", choices=tuple(LIMITS), default="small", help="size of the model")
+    add("--template", default="human_assistant", help="template of the three steps")
+    add(
+        "--num_prompts",
+        type=int,
+        default=512,
+        help="held-out prompts, with a reply of each model",
+    )
+    add("--data", choices=("composed", "human"), default="composed", help="data made by build_inputs.py")
+    add("--num_judged", type=int, default=96, help="replies per kind whose fluency is measured")
+    add("--num_scored", type=int, default=2000, help="maximum held-out replies for the perplexities")
+    add("--batch_size", type=int, default=64, help="sequences per forward pass")
+    add("--started_at", type=float, default=time.time(), help="unix time at which the demo began")
     return parser.parse_args(argv)
 
 
