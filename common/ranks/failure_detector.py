@@ -84,7 +84,7 @@ class FailureDetector(threading.Thread):
         self.process = (this_machine(), os.getpid())
         self.beats: dict[int, Beat] = {}
         self.moved_at: dict[int, int] = {}  # check at which each rank's last heartbeat arrived
-        self.front: dict[str, tuple[int, int]] = {}  # by group: max collectives started, and since which check
+        self.front: dict[str, tuple[int, int]] = {}  # by group: max collectives started, since which check
         self.lost: str | None = None  # error with which this rank lost others
         self.lost_at = 0
         self.code = 0  # exit code of a voluntary exit
@@ -154,8 +154,8 @@ class FailureDetector(threading.Thread):
         posted = self.store.compare_set(VERDICT, "", "")
         if posted:
             return Verdict(*json.loads(posted))
-        looks_at_all = self.rank == 0 or self.lost is not None
-        self._read(range(self.world_size) if looks_at_all else {0, self.rank - 1})
+        reads_all = self.rank == 0 or self.lost is not None
+        self._read(range(self.world_size) if reads_all else {0, self.rank - 1})
         verdict = self._diagnose()
         return self._post(verdict, self.store) if verdict else None
 
@@ -220,7 +220,7 @@ class FailureDetector(threading.Thread):
             if n != self.front.get(group, (0, 0))[0]:
                 self.front[group] = (n, self._num_checks)
         limit = self.collective_timeout
-        awaited = {group: n for group, (n, check) in self.front.items() if self._seconds_since(check) >= limit}
+        awaited = {g: n for g, (n, check) in self.front.items() if self._seconds_since(check) >= limit}
         return [
             rank
             for rank, beat in sorted(self.beats.items())
