@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     args = start.args
     with startup.as_problem(start.problems):
-        groups = Groups(data.train.numbers("conversation"))
+        groups = Groups(data.train.numbers("conversation"), sources=data.sources)
         lengths = [data.train.lengths("input_ids")]
         rows = single_model.TrainingRows(args, data.train, collate_sft, lengths, groups)
     num_steps = training_loop.count_steps(args, len(rows.order))

@@ -17,7 +17,7 @@ class SFTTrainer(Trainer):
 
     kind = "sft"
     columns = ("loss", "learning_rate", "grad_norm")
-    fact = "eval_perplexity"
+    metadata_key = "eval_perplexity"
 
     def compute_sums(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Negative log-likelihood summed over the targets, and a mixture's router loss."""

@@ -59,13 +59,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     with startup.as_problem(start.problems):
         train = data.train
         held_out = data.eval
-        groups = None
         shared = None
+        numbers: Any = range(len(train))
         if args.is_unpaired:
             train, held_out = (MismatchedRows(rows, args.max_seq_len) for rows in (train, held_out))
         else:
-            groups = Groups(train.numbers("prompt_index"), args.max_pairs_per_prompt)
+            numbers = train.numbers("prompt_index")
             shared = None if args.no_share_prompts else shared_length
+        groups = Groups(numbers, args.max_pairs_per_prompt, data.sources)
         reference = None
         if is_policy:
             reference = Reference(train, held_out)

@@ -73,8 +73,8 @@ def check_start_up(description: str, argv: Sequence[str] | None = None) -> PPOSt
             problems.add(problem)
         check_algorithm(args, algorithm, problems)
         check_teacher(args, algorithm, problems)
-        idle = ", ".join(f"--{name}" for name in unused_flags(algorithm, given_flags(start.argv)))
-        start.notes += [f"--algorithm {algorithm.name} does not use {idle}"] if idle else []
+        unused = ", ".join(f"--{name}" for name in unused_flags(algorithm, given_flags(start.argv)))
+        start.notes += [f"--algorithm {algorithm.name} does not use {unused}"] if unused else []
     start.rewards = find_rewards(args, start.algorithm, problems)
     start.tokenizer = check_models(args, start.algorithm, start.rewards, problems)
     has_critic = start.algorithm is not None and start.algorithm.needs_critic
@@ -333,8 +333,8 @@ def check_models(
         model_checks.check_family(flag, config, args, problems, is_ranker=role in ("critic", "reward"))
         model_checks.check_length(config, prompt + answer, f"{lengths} ({role})", problems)
         if flags and flags.lora_dim and not is_adapter(name):
-            words = flags.lora_module_name
-            model_checks.check_lora(f"--{role}_lora_module_name", config, words, args, problems)
+            module_name = flags.lora_module_name
+            model_checks.check_lora(f"--{role}_lora_module_name", config, module_name, args, problems)
         tokenizer = model_checks.check_tokenizer(flag, name, args, problems)
         lora_flag = f"--{role}_lora_dim" if flags and (flags.lora_dim or is_adapter(name)) else ""
         startup.print_note(
@@ -376,12 +376,12 @@ def check_generation(args: PPOArguments, config: Any, problems: Problems) -> Non
     cure = "give an actor of another family"
     if is_hybrid and not probe(by_transformers=True):
         cure = "leave --enable_hybrid_engine out: transformers' `generate`, which is slower, works"
-    way = "--enable_hybrid_engine" if is_hybrid else "transformers' `generate`"
-    problems.add(f"--actor_model_name_or_path {args.actor_model_name_or_path}: {way}: {reason}; {cure}")
+    method = "--enable_hybrid_engine" if is_hybrid else "transformers' `generate`"
+    problems.add(f"--actor_model_name_or_path {args.actor_model_name_or_path}: {method}: {reason}; {cure}")
 
 
 def check_tensor_parallel(args: PPOArguments, config: Any, problems: Problems) -> None:
-    """Add a problem if the hybrid engine cannot cut an actor of this configuration."""
+    """Add a problem if the hybrid engine cannot split an actor of this configuration."""
     tp_size = args.inference_tp_size
     if args.enable_hybrid_engine and tp_size > 1 and distributed.world_size() % tp_size == 0:
         # Without a plan, generation uses tensor-parallel size 1 and prints a note.

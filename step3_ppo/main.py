@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows_flag="--per_device_generation_batch_size",
             what="prompt data",
         )
-        prompts = GlobalBatches.by_rows(data.train, collate_prompts, plan, args.seed)
+        prompts = GlobalBatches.by_rows(data.train, collate_prompts, plan, args.seed, data.sources)
         held_out, eval_note = choose_prompts(args, start.options, data, start.template)
         pretraining = build_pretraining_batches(args, start.tokenizer)
     num_steps = count_steps(args, len(prompts))

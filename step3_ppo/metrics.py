@@ -72,8 +72,8 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
     numbers = torch.stack([returns.double(), returns.double() - values.double()])  # (2, N)
     count = distributed.sum_float(len(returns))
     means = distributed.reduce_sum(numbers.sum(1)) / max(count, 1)
-    of_returns, of_errors = distributed.reduce_sum((numbers - means[:, None]).square().sum(1))
-    return float(torch.where(of_returns > 0, 1 - of_errors / of_returns, 0.0).float())
+    return_squares, error_squares = distributed.reduce_sum((numbers - means[:, None]).square().sum(1))
+    return float(torch.where(return_squares > 0, 1 - error_squares / return_squares, 0.0).float())
 
 
 def summarise_scores(batch: PackedBatch, scores: Scorer) -> dict[str, float]:
@@ -88,19 +88,21 @@ def summarise_scores(batch: PackedBatch, scores: Scorer) -> dict[str, float]:
     several = keys if len(keys) > 1 else []
     metrics = {}
     for key in several:
-        one = gathered[key]
+        reward_scores = gathered[key]
         name = key.removeprefix(PREFIX)
-        is_scored = ~(one.isnan() | gathered["scores"].isnan())  # without tolerated and masked failures
+        is_scored = ~(
+            reward_scores.isnan() | gathered["scores"].isnan()
+        )  # without tolerated and masked failures
         if bool(is_scored.any()):
-            metrics[f"objective/score_{name}"] = float(one[is_scored].mean())
-            agreement = correlation(one[is_scored], gathered["scores"][is_scored])
+            metrics[f"objective/score_{name}"] = float(reward_scores[is_scored].mean())
+            agreement = correlation(reward_scores[is_scored], gathered["scores"][is_scored])
             metrics[f"objective/agreement_{name}"] = float(agreement)
     if scores.bears_failures:
         failed = torch.stack([gathered[key].isnan() for key in keys])
         metrics["objective/failed_fraction"] = float(failed.any(0).double().mean())
-        for key, of_reward in zip(several, failed, strict=False):
+        for key, reward_failed in zip(several, failed, strict=False):
             name = f"objective/failed_fraction_{key.removeprefix(PREFIX)}"
-            metrics[name] = float(of_reward.double().mean())
+            metrics[name] = float(reward_failed.double().mean())
     return metrics
 
 

@@ -75,11 +75,11 @@ class PPOLosses:
             f"{max_gap}; --old_logprobs auto recomputes the sampler's log-probabilities"
         )
         steps = take_steps(list(gradients.values()), reason_to_skip if gap > max_gap else "")
-        for kind, of_engine in zip(gradients, steps, strict=True):
-            means |= _named(kind, of_engine)
+        for kind, engine_means in zip(gradients, steps, strict=True):
+            means |= _named(kind, engine_means)
         return means
 
-    def update_by_text(self) -> dict[str, float]:
+    def update_on_text(self) -> dict[str, float]:
         """Take an optimizer step of the actor on pretraining text only (--unsup_step own); return its
         metrics.
 
@@ -114,14 +114,14 @@ class PPOLosses:
         on_device = with_rows(batch).to(distributed.device())
         data = on_device.data
         stats: dict[str, Stat] = {}
-        logprobs, entropies, (divergence, of_teacher) = self._compute_scores(batch, data)
+        logprobs, entropies, (divergence, teacher_stats) = self._compute_scores(batch, data)
         if "prox_share" in data:
             prox = torch.lerp(data["old_logprobs"], logprobs.detach().float(), data["prox_share"])
             on_device, weights = weigh_tokens(on_device, prox, self.correction)
             data = on_device.data
             stats = mean_weights(weights)
         tokens = loss_tokens(data, len(batch), logprobs, entropies)
-        losses, of_loss = self.policy_loss(tokens)
+        losses, loss_stats = self.policy_loss(tokens)
         mask = tokens.mask
         losses = losses * tokens.weights
         if args.kl_in == "loss":
@@ -133,17 +133,17 @@ class PPOLosses:
         with torch.no_grad():
             num_counted = mask.sum()
             log_ratio = tokens.log_ratio()
-            of_tokens = of_loss | {
+            token_stats = loss_stats | {
                 "entropy": entropies,
                 "approx_kl": kl_estimate(-log_ratio, torch.zeros_like(log_ratio), "k3"),
                 "ratio": log_ratio.exp(),
                 "logprob_gap": (logprobs - data["rollout_logprobs"]).abs(),
             }
-            for name, numbers in of_tokens.items():
+            for name, numbers in token_stats.items():
                 stats[f"policy/{name}"] = (torch.where(mask, numbers, 0).sum(), num_counted)
         loss_sum = (losses * data["loss_weights"]).sum() + divergence
         loss, more = add_router_loss(actor.model, loss_sum, batch, sum_of("loss_counts"))
-        return loss, stats | of_teacher | {f"policy/{name}": stat for name, stat in more.items()}
+        return loss, stats | teacher_stats | {f"policy/{name}": stat for name, stat in more.items()}
 
     def _compute_scores(
         self, batch: PackedBatch, data: dict[str, torch.Tensor]

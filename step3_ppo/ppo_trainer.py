@@ -94,7 +94,7 @@ class PPOTrainer:
                 if self.update(self.open_step, self.losses.update, micro_batches, max_gap):
                     run.num_updates += 1
                     if has_text_steps(self.args):
-                        self.update(self.open_step, self.losses.update_by_text)
+                        self.update(self.open_step, self.losses.update_on_text)
                     run_hooks("after_update", self, micro_batches)
             except StepRefused as error:
                 run.record_bad_step(step, error, self.open_step.position)

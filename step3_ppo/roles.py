@@ -142,14 +142,14 @@ class LoraReference(Reference):
             for name, parameter in engine.module.named_parameters()
             if parameter.requires_grad and not (has_new_adapters and ".lora_" in name)
         }
-        self.beginnings = {name: local_shard(p).detach().clone() for name, p in self.others.items()}
+        self.initial_weights = {name: local_shard(p).detach().clone() for name, p in self.others.items()}
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
         """Context in which the engine computes as before training. Every rank must call this."""
         model = language_model(self.model.module)
         adapters = model.disable_adapter() if self.has_new_adapters else nullcontext()
-        with super().scoring(), adapters, swapped_shards(self.others, self.beginnings):
+        with super().scoring(), adapters, swapped_shards(self.others, self.initial_weights):
             yield
 
 
@@ -261,7 +261,7 @@ def build_response_inputs(
     batch: PackedBatch, *, is_packed: bool, shares_prompts: bool = False
 ) -> tuple[ModelInputs, torch.Tensor]:
     """Each prompt followed by its response, as padded rows or packed, and the slots (total,) int64 of the
-    state before each response token, rows end to end; all on the CPU.
+    state before each response token; all on the CPU.
     """
     token_ids, lengths = batch.interleave("prompt_ids", "response_ids")
     is_response = torch.tensor([False, True]).repeat(len(batch)).repeat_interleave(lengths.flatten())

@@ -213,7 +213,7 @@ def replace_rows(
 
 
 def row_sizes(batch: PackedBatch) -> dict[str, torch.Tensor]:
-    """Numbers that a cut depends on: prompt tokens, response tokens and group of each row, (b,) int64."""
+    """Numbers that a split depends on: prompt tokens, response tokens and group of each row, (b,) int64."""
     lengths = {"prompt": batch.lengths["prompt_ids"], "response": batch.lengths["response_ids"]}
     return lengths | {"group": batch.numbers("group_ids")}
 
@@ -246,9 +246,9 @@ class TokenCap:
         """Micro-batches of this rank's rows, the same number on every rank. Every rank must call this."""
         sizes = row_sizes(batch)
         (plan,) = self.plan(sizes)
-        most = int(distributed.max_float(len(plan)))
-        if len(plan) < most:  # as a plan for `most` ranks with one micro-batch each
-            plan = [rows for (rows,) in self.plan(sizes, most)]
+        count = int(distributed.max_float(len(plan)))
+        if len(plan) < count:  # as a plan for `count` ranks with one micro-batch each
+            plan = [rows for (rows,) in self.plan(sizes, count)]
         return [batch.select(rows) for rows in plan]
 
 
@@ -273,19 +273,19 @@ def plan_minibatches(
     """Yield plan[rank][micro_batch] = rows for every optimizer step, reshuffled by (seed, step, epoch).
 
     `sizes` are the `row_sizes` of all rows; responses to one prompt stay adjacent. The responses of an
-    optimizer step do not depend on the number of ranks, on accumulation or on the cut into micro-batches. The
-    cut is by tokens under the cap if the flags say so, else by --per_device_training_batch_size.
+    optimizer step do not depend on the number of ranks, on accumulation or on the split into micro-batches,
+    which is by tokens under the cap if a flag asks for it, else by --per_device_training_batch_size.
     """
     num_ranks = distributed.world_size()
     size = args.samples_per_update * num_ranks
     _, group = sizes["group"].unique(return_inverse=True)  # (B,) int64, from 0
     for epoch in range(args.ppo_epochs):
         generator = torch.Generator().manual_seed((args.seed * 1_000_003 + step) * 101 + epoch)
-        places = torch.randperm(int(group.max()) + 1, generator=generator).argsort()
-        order = places[group].argsort(stable=True)
+        group_positions = torch.randperm(int(group.max()) + 1, generator=generator).argsort()
+        order = group_positions[group].argsort(stable=True)
         for chosen in order[: len(order) // size * size].split(size):
             if args.packed or args.max_tokens_per_micro_batch:
-                plan = cap.plan({name: of_rows[chosen] for name, of_rows in sizes.items()}, num_ranks)
+                plan = cap.plan({name: column[chosen] for name, column in sizes.items()}, num_ranks)
                 yield [[chosen[rows].tolist() for rows in rank_rows] for rank_rows in plan]
             else:
                 parts = chosen.view(args.gradient_accumulation_steps, num_ranks, -1)

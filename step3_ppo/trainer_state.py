@@ -22,7 +22,7 @@ from step3_ppo.rollout_batch import from_tensors, to_tensors
 
 NUM_TOKENS = "policy/num_tokens"  # tokens of an update that the actor was trained on
 # Endings of the metrics that are means over the updates of a step; all others are means over their tokens.
-OF_UPDATES = ("/loss", "unsup_loss", "router_loss", "grad_norm", "learning_rate")
+MEANS_OVER_UPDATES = ("/loss", "unsup_loss", "router_loss", "grad_norm", "learning_rate")
 MIN_VARIANCE = 1e-5  # of returns: avoids a division by 0 for equal ones
 
 
@@ -140,7 +140,9 @@ class OpenStep:
         """Metrics of the step, averaged over its updates, by log name."""
         values = dict(self.means)
         num_tokens = values.pop(NUM_TOKENS, None)
-        return {n: fmean(x, None if n.endswith(OF_UPDATES) else num_tokens) for n, x in values.items()}
+        return {
+            n: fmean(x, None if n.endswith(MEANS_OVER_UPDATES) else num_tokens) for n, x in values.items()
+        }
 
 
 OPEN = "open"

@@ -66,16 +66,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     sources = [("data_path", path) for path in options.data_path]
     sources += [("sft_only_data_path", path) for path in options.sft_only_data_path]
     for name, path in sources:  # rows of a data set do not depend on other data sets
-        alone = dataclasses.replace(options, **{"data_path": [], "sft_only_data_path": [], name: [path]})
+        single_options = dataclasses.replace(
+            options, **{"data_path": [], "sft_only_data_path": [], name: [path]}
+        )
         form = f"{STEP_NAMES[args.stage]}, template {template.name}, at most {options.max_tokens} tokens"
         CONSOLE.print(Text.assemble("\n", (path, "bold"), f"  {form}"))
         try:
-            data = build_source(alone, template)
+            data = build_source(single_options, template)
         except (ValueError, OSError) as error:
             wrong.append(str(error))
             CONSOLE.print(str(error), style="bold red")
             continue
-        show_source(data, alone, args.num_samples, template)
+        show_source(data, single_options, args.num_samples, template)
         num_train += len(data.train)
         num_eval += len(data.eval)
         num_bad += data.report.num_bad
@@ -220,7 +222,7 @@ def spans_of(
 
 
 def show(spans: list[Span]) -> Text:
-    """Spans end to end, long ones shortened; without colours `[[` and `]]` surround scored text."""
+    """Concatenated spans, long ones shortened; without colours `[[` and `]]` surround scored text."""
     shown = [(shorten(visible(text)), style) for text, style in spans]
     if CONSOLE.color_system and not CONSOLE.no_color:
         return Text.assemble(*shown)

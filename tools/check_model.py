@@ -32,7 +32,7 @@ from common.flags.groups import TokenizerArguments
 from common.flags.plugins import import_plugins
 from common.flags.streams import run_tool
 from common.generation.decode import SamplingOptions
-from common.generation.decode_probe import decode_rows, logits_behind
+from common.generation.decode_probe import decode_rows, response_logits
 from common.generation.generate import Generator
 from common.generation.inference_module import cut_module, share_weights
 from common.generation.tp_plans import build_cuts, working_tp_sizes
@@ -228,7 +228,7 @@ def check_generation(
     )
     responses, sampled = decode_rows(generator, rows, options, limits=limits.to(model.device))
     use_torchs_attention(model)
-    logits = logits_behind(model, rows, responses)[:, : options.num_valid_tokens]
+    logits = response_logits(model, rows, responses)[:, : options.num_valid_tokens]
     expected = logprobs_of(logits, torch.cat(responses))
     tolerance = tolerance_of(model.dtype, float(logits.abs().max()))
     yield likeliest_finding(logits.log_softmax(-1).amax(-1) - expected, max(TIE, tolerance))

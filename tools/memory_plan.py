@@ -117,8 +117,8 @@ def _fill(run: Run, moment: Moment) -> Moment:
             if role.params_on_cpu and not (is_away or run.is_cpu):  # the pinned copies stay
                 moment.hold(role.name, "weights", weights, on_cpu=True)
         elif is_adapter(role.spec.path):  # initial adapters; while scoring, also the current ones
-            began = run.num_bytes * role.model.num_trained / run.num_ranks
-            moment.hold(role.name, "adapters", began * (2 if verb == "score" else 1))
+            initial_bytes = run.num_bytes * role.model.num_trained / run.num_ranks
+            moment.hold(role.name, "adapters", initial_bytes * (2 if verb == "score" else 1))
         if role.spec.is_trained:
             _hold_training_state(run, role, verb, moment)
         _hold_activations(run, role, verb, moment)

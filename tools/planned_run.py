@@ -119,7 +119,7 @@ def plan_switch(
     """
     cuts = model.find_cuts(layout.tp_size)
     weights = trained_weights(model.module)
-    new = near = far = most_staged = most_new = 0
+    new = near = far = max_staged = max_new = 0
     for names in group_by_layers(list(weights), at_once):
         staged = 0
         before = new
@@ -139,9 +139,9 @@ def plan_switch(
             is_linear = name.removesuffix(".weight") in model.linear_names
             is_merged = weights[name].lora_a is not None or (is_packed and is_linear)
             new += 0 if is_view and not is_merged else prod(plan.local_shape)
-        most_staged = max(most_staged, staged)
-        most_new = max(most_new, new - before)
-    return Switch(new, near, far, most_staged, most_new)
+        max_staged = max(max_staged, staged)
+        max_new = max(max_new, new - before)
+    return Switch(new, near, far, max_staged, max_new)
 
 
 # ---- the run --------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ def sequence_length(args: Any) -> int:
 def build_roles(args: Any, specs: Sequence[RoleSpec], models: Models) -> list[Role]:
     """The roles with a model, the actor first."""
     roles: list[Role] = []
-    held: set[BaseKey] = set()
+    loaded_bases: set[BaseKey] = set()
     for spec in (spec for spec in specs if spec.name in models):
         if spec.uses_actor:
             roles.append(replace(roles[0], spec=spec))
@@ -308,8 +308,8 @@ def build_roles(args: Any, specs: Sequence[RoleSpec], models: Models) -> list[Ro
             config = with_buckets(config, model.num_trained, args.num_gpus * args.num_nodes)
         zero = DeepSpeedZeroConfig(**config["zero_optimization"])
         base = spec.base
-        num_shared = model.num_in_backbone if base in held else 0
-        held |= {base} if base else set()
+        num_shared = model.num_in_backbone if base in loaded_bases else 0
+        loaded_bases |= {base} if base else set()
         num_packed = model.num_in_linear if spec.is_in_4bit and not num_shared else 0
         roles.append(Role(spec, model, zero, num_shared, num_packed))
     return roles

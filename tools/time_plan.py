@@ -200,16 +200,18 @@ def _add_generation(run: Run, time: PhaseTime, machines: Machines) -> None:
     prompt = args.max_prompt_seq_len
     answer = args.max_answer_seq_len
     batches = args.generation_batches
-    reading = flops.of_pass(num_prompts * prompt, num_prompts * prompt**2, num_prompts, is_training=False)
-    time.arithmetic = batches * reading / t / _achieved_flops(machines)
+    prefill_flops = flops.of_pass(
+        num_prompts * prompt, num_prompts * prompt**2, num_prompts, is_training=False
+    )
+    time.arithmetic = batches * prefill_flops / t / _achieved_flops(machines)
     slots = min(run.num_slots, num_samples)
     steps = batches * math.ceil(num_samples / slots) * (answer - 1)
     lengths = torch.full((num_prompts,), prompt), torch.full((num_samples,), answer)
-    decoding = flops.of_generation(*lengths, args.num_samples_per_prompt) - reading
+    decoding = flops.of_generation(*lengths, args.num_samples_per_prompt) - prefill_flops
     weights = (flops.body + flops.head) * run.num_bytes / t
     keys = slots * (prompt + answer / 2) * kv_bytes_per_token(model.plain.config, run.num_bytes, t)
-    read = steps * (weights + keys) / (machines.memory * machines.memory_share)
-    time.memory = max(read, batches * decoding / t / _achieved_flops(machines))
+    read_seconds = steps * (weights + keys) / (machines.memory * machines.memory_share)
+    time.memory = max(read_seconds, batches * decoding / t / _achieved_flops(machines))
     time.kernels = steps * model.num_layers * machines.layer_seconds
     stride = 1 if run.has_contiguous_groups else run.num_ranks // t
     time.hops = steps * (2 * model.num_layers + 2) * tree_seconds(run, t, machines, stride)

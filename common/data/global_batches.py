@@ -44,19 +44,36 @@ class RowPlan:
 class Groups:
     """Rows with the same number, such as the pairs of a prompt; an epoch samples at most `max_rows` of them.
 
+    `sources` are (rows, weight) of each source, in the order of the rows: an epoch has weight x as many of
+    its rows, in whole groups, and another sample in each epoch; without `sources` every row once.
+
     Held as arrays with one entry per row: lists of objects would take ten times the memory. Groups are
-    numbered in the order of their first rows. All arrays are empty if no two rows share a number.
+    numbered in the order of their first rows. Without `sources` all arrays are empty if no two rows share a
+    number.
     """
 
-    def __init__(self, numbers: Sequence[int] | np.ndarray = (), max_rows: int = 0) -> None:
+    def __init__(
+        self,
+        numbers: Sequence[int] | np.ndarray = (),
+        max_rows: int = 0,
+        sources: Sequence[tuple[int, float]] = (),
+    ) -> None:
         _, firsts, group_of = np.unique(numbers, return_index=True, return_inverse=True)
-        if len(firsts) == len(numbers):
+        if len(firsts) == len(numbers) and not sources:
             firsts = group_of = np.empty(0, np.int64)
         self.group_of = firsts.argsort().argsort().astype(np.int32)[group_of]  # (rows,)
         self.rows = self.group_of.argsort(kind="stable").astype(np.int32)  # (rows,), group by group
         self.sizes = np.bincount(self.group_of)  # (groups,)
+        self.has_weights = bool((self.sizes > 1).any())  # else all are 1
         self.starts = np.cumsum(self.sizes) - self.sizes  # (groups,): first index in `rows`
-        self.counts = np.minimum(self.sizes, max_rows or len(numbers))  # (groups,): rows per epoch
+        self.counts = np.minimum(self.sizes, max_rows or len(numbers))  # (groups,): rows each time
+        ends = np.cumsum([rows for rows, _ in sources])
+        source_of = np.searchsorted(ends, self.rows[self.starts], side="right")
+        # Groups of each source, and how many of their rows an epoch has.
+        self.weighted: list[tuple[np.ndarray, int]] = []
+        for source, (_, weight) in enumerate(sources):
+            own = (source_of == source).nonzero()[0]
+            self.weighted.append((own, round(weight * int(self.counts[own].sum()))))
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -67,9 +84,30 @@ class Groups:
         """
         return 1 / int(self.counts[self.group_of[row]])
 
+    @property
+    def epoch_rows(self) -> int:
+        """Number of rows of an epoch."""
+        if not self.weighted:
+            return int(self.counts.sum())
+        return sum(num_rows for _, num_rows in self.weighted)
+
+    def _order(self, generator: torch.Generator) -> np.ndarray:
+        """Groups of an epoch in random order; with weights a source's last one may have rows to spare."""
+        if not self.weighted:
+            return torch.randperm(len(self), generator=generator).numpy()
+        chosen = []
+        for own, num_rows in self.weighted:
+            while num_rows > 0:
+                order = own[torch.randperm(len(own), generator=generator).numpy()]
+                ends = np.cumsum(self.counts[order])
+                chosen.append(order[: np.searchsorted(ends, num_rows) + 1])
+                num_rows -= int(ends[-1])
+        groups = np.concatenate(chosen)
+        return groups[torch.randperm(len(groups), generator=generator).numpy()]
+
     def sample(self, generator: torch.Generator, global_rows: int) -> np.ndarray:
         """Rows of an epoch: groups in random order, each within one global batch if there is room."""
-        order = torch.randperm(len(self), generator=generator).numpy()
+        order = self._order(generator)
         sizes = self.sizes[order]
         starts = self.starts[order]
         counts = self.counts[order]
@@ -103,7 +141,7 @@ class EpochOrder:
         self.seed = seed
         self.groups = groups or Groups()
         self.longest = longest
-        self.epoch_rows = int(self.groups.counts.sum()) or num_rows
+        self.epoch_rows = self.groups.epoch_rows or num_rows
         self._epoch = -1
         self._rows = np.array([])  # rows of `_epoch`, in order
         if self.epoch_rows < self.global_rows:
@@ -128,7 +166,7 @@ class EpochOrder:
 
     def rows_until(self, num_steps: int) -> list[int]:
         """Rows of the first steps, ascending; all rows if they cover an epoch, unless epochs use a sample."""
-        if num_steps >= len(self) and self.epoch_rows == self.num_rows:
+        if num_steps >= len(self) and self.epoch_rows == self.num_rows and not self.groups.weighted:
             return list(range(self.num_rows))
         is_read = np.zeros(self.num_rows, dtype=bool)
         for epoch, first in enumerate(range(0, num_steps, len(self))):
@@ -162,8 +200,8 @@ class EpochOrder:
 class GlobalBatches:
     """Endless micro-batches of one rank: `next` returns those of the next optimizer step.
 
-    `num_taken` counts these steps; a resumed run sets it without reading earlier rows. A row of a group has a
-    `weight`.
+    `num_taken` counts these steps; a resumed run sets it without reading earlier rows. If there are groups of
+    several rows, a row has a `weight`.
     """
 
     def __init__(
@@ -181,10 +219,19 @@ class GlobalBatches:
 
     @classmethod
     def by_rows(
-        cls, dataset: Dataset, collate: Callable[[list[Any]], Any], plan: RowPlan, seed: int = 0
+        cls,
+        dataset: Dataset,
+        collate: Callable[[list[Any]], Any],
+        plan: RowPlan,
+        seed: int = 0,
+        sources: Sequence[tuple[int, float]] = (),
     ) -> "GlobalBatches":
-        """Batches of rows without groups, ordered by the seed. Raises ValueError as EpochOrder does."""
-        return cls(dataset, collate, EpochOrder(len(dataset), plan, seed), plan)
+        """Batches of rows without groups, ordered by the seed; `sources` as in Groups.
+
+        Raises ValueError as EpochOrder does.
+        """
+        groups = Groups(range(len(dataset)), sources=sources)
+        return cls(dataset, collate, EpochOrder(len(dataset), plan, seed, groups), plan)
 
     def __len__(self) -> int:
         """Number of optimizer steps of one epoch."""
@@ -198,7 +245,8 @@ class GlobalBatches:
 
     def _read(self, row: int) -> Any:
         item = self.dataset[row]
-        return item | {"weight": self.order.groups.weight(row)} if self.order.groups else item
+        groups = self.order.groups
+        return item | {"weight": groups.weight(row)} if groups.has_weights else item
 
 
 def _ranges(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:

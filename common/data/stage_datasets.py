@@ -27,7 +27,8 @@ from common.ranks import watchdog
 
 PROGRESS_SECONDS = 5.0
 NUM_SHOWN = 400  # characters shown of a row
-NOT_IN_KEY = ("data_path", "sft_only_data_path", "max_bad_rows", "cache_dir")  # without effect on the tokens
+# Without effect on the tokens.
+NOT_IN_KEY = ("data_path", "data_weights", "sft_only_data_path", "max_bad_rows", "cache_dir")
 CHUNK_ROWS = 1024  # rows tokenised together and written as one chunk
 
 
@@ -38,6 +39,13 @@ class StageData:
     train: TokenTable
     eval: TokenTable
     report: DataReport
+    weights: Sequence[float] = ()  # --data_weights
+
+    @property
+    def sources(self) -> list[tuple[int, float]]:
+        """(training rows, weight) of each source, for Groups; [] without weights."""
+        rows = self.report.source_rows if self.weights else []
+        return list(zip(rows, [*self.weights, *[1.0] * len(rows)], strict=False))
 
     @property
     def key(self) -> str:
@@ -65,7 +73,18 @@ def build_data(options: DataOptions, template: Template) -> StageData:
 
     folder, report = build_cached(options.cache_folder, options.kind, plan, options.max_bad_rows)
     held_out = TokenTable(folder / "eval.arrow", shuffle_seed=options.seed)
-    return StageData(TokenTable(folder / "train.arrow"), held_out, report)
+    data = StageData(TokenTable(folder / "train.arrow"), held_out, report, options.data_weights)
+    if options.data_weights and not report.source_rows:
+        raise ValueError(
+            f"--data_weights: the token cache {folder} was written by an earlier version and does not say "
+            "how many rows each source has; delete that folder"
+        )
+    for name, (rows, weight) in zip(options.data_path, data.sources, strict=False):
+        of_epoch = round(weight * rows)
+        report.notes.append(
+            f"an epoch has about {of_epoch} rows of {name}: {weight:g} x its {rows} training rows"
+        )
+    return data
 
 
 def preview_rows(options: DataOptions, template: Template) -> list[str]:
@@ -89,6 +108,14 @@ def preview_rows(options: DataOptions, template: Template) -> list[str]:
             f"{name}: its {which}{report.num_raw_rows} rows give {len(rows)} of step {options.stage}, "
             f"{report.num_tokens} tokens"
         )
+        if name in options.data_path and options.data_weights:
+            weight = options.data_weights[options.data_path.index(name)]
+            num_rows = len(options.load_source(name, template.tokenizer).train)
+            num_rows = len(share_indexes(num_rows, options.data_split, options.stage, options.seed))
+            lines.append(
+                f"an epoch has about {round(weight * num_rows)} rows of {name}: {weight:g} x the {num_rows} "
+                f"of step {options.stage}, less what is held out"
+            )
         lines += report.lines()[1:]
         for column, ids in rows[0].items() if rows else ():
             if column.endswith("ids"):
@@ -125,6 +152,7 @@ def _write(
                     watchdog.print_progress(f"tokenised {report.num_raw_rows:,} of at most {total:,} rows")
                     next_time = time.monotonic() + PROGRESS_SECONDS
             report.notes += source.notes(options.stage)
+            report.source_rows.append(train.num_rows - num_before)
             if train.num_rows == num_before:
                 raise ValueError(_no_rows(source, options, report))
         report.num_train = train.num_rows

@@ -190,6 +190,7 @@ class DataReport:
     )
     num_split: int = _count("conversations split into a row per reply: the template rewrites earlier turns")
     num_tokens: int = 0
+    source_rows: list[int] = field(default_factory=list)  # training rows of each source
     bad_rows: list[str] = field(default_factory=list)  # "file:line: reason", the first few
     notes: list[str] = field(default_factory=list)  # notes of adapters on how the rows were read
     cache_folder: str = ""

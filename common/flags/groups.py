@@ -44,6 +44,11 @@ class DataArguments(SourceArguments):
         "share of each data set for steps 1, 2 and 3; the shares are disjoint and depend only on the seed",
         is_usual=True,
     )
+    data_weights: list[float] = flag(
+        [],
+        "weight of each --data_path, in their order: with 3 0.5 an epoch has the rows of the first three "
+        "times, and half of those of the second, another half in each epoch; empty: every row once",
+    )
     eval_fraction: float = flag(
         0.05,
         "fraction of a data set to hold out if it has no evaluation split",

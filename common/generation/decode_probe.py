@@ -43,7 +43,7 @@ def _measure(config: PreTrainedConfig, by_transformers: bool, trusts_code: bool)
         module = share_weights(model)
         generator = TransformersGenerator(module) if by_transformers else Generator(module, num_slots=2)
         token_ids, logprobs = decode_rows(generator, rows, options)
-        logits = logits_behind(model, rows, token_ids)
+        logits = response_logits(model, rows, token_ids)
         expected = logprobs_of(logits, torch.cat(token_ids))
         gap = difference(torch.cat(logprobs), expected, float(logits.abs().max()))
     except Exception as error:
@@ -71,7 +71,7 @@ def decode_rows(
     )
 
 
-def logits_behind(model: Any, rows: list[list[int]], responses: Sequence[torch.Tensor]) -> torch.Tensor:
+def response_logits(model: Any, rows: list[list[int]], responses: Sequence[torch.Tensor]) -> torch.Tensor:
     """Logits (N, V) of the model class's own forward pass that predict the response tokens of all rows."""
     parts = []
     for row, response in zip(rows, responses, strict=True):

@@ -1,6 +1,6 @@
 """A second module with a model's structure, for generation; weights are attached to it and detached again.
 
-It has no hooks of DeepSpeed, no adapters and no gradient checkpointing, and its own copy of the
+It has no DeepSpeed hooks, no adapters and no gradient checkpointing, and its own copy of the
 configuration, so generation never changes the trained module. `cut_module` turns it into one rank's part of
 the model: modules and parameters keep their names, and forward passes that need other ranks are wrapped.
 Gradients do not pass through the sums over ranks.
@@ -112,7 +112,7 @@ def cut_module(
     for module in model.modules():
         has_cut = any(id(child._parameters.get("weight")) in cut_by_id for child in module.children())
         if has_cut and any(hasattr(module, name) for name in HEAD_WIDTHS):
-            _narrow_attention(module, num_heads, tp_rank, tp_size)
+            _set_local_heads(module, num_heads, tp_rank, tp_size)
 
 
 def _connect(
@@ -182,7 +182,7 @@ def _gather_logits(module: nn.Linear, group: dist.ProcessGroup | None) -> None:
     module.forward = forward
 
 
-def _narrow_attention(module: nn.Module, num_heads: int, tp_rank: int, tp_size: int) -> None:
+def _set_local_heads(module: nn.Module, num_heads: int, tp_rank: int, tp_size: int) -> None:
     """Set an attention's head counts and widths to this rank's; `num_heads`: query heads of all ranks."""
     if hasattr(module, "num_key_value_groups"):
         num_kv_heads = num_heads // module.num_key_value_groups
@@ -193,10 +193,10 @@ def _narrow_attention(module: nn.Module, num_heads: int, tp_rank: int, tp_size: 
             setattr(module, name, max(getattr(module, name) // tp_size, 1))
     if "alibi" in inspect.signature(module.forward).parameters:
         heads = slice(tp_rank * num_heads // tp_size, (tp_rank + 1) * num_heads // tp_size)
-        module.register_forward_pre_hook(partial(_narrow_alibi, num_heads, heads), with_kwargs=True)
+        module.register_forward_pre_hook(partial(_select_alibi, num_heads, heads), with_kwargs=True)
 
 
-def _narrow_alibi(
+def _select_alibi(
     num_heads: int, heads: slice, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Pass an attention the ALiBi biases of this rank's heads: the model builds those of all heads."""

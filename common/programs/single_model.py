@@ -101,8 +101,8 @@ class TrainingRows:
         shared = np.empty(0, np.int32)
         if max_tokens and shared_length:
             shared = np.fromiter(map(shared_length, rows), np.int32, len(rows))
-        begin_alike = groups.group_of if groups and len(lengths) == 1 else ()  # rows of a conversation
-        self.token_plan = TokenPlan(row_lengths, max_tokens, shared_lengths=shared, groups=begin_alike)
+        conversations = groups.group_of if groups and len(lengths) == 1 else ()  # rows of a conversation
+        self.token_plan = TokenPlan(row_lengths, max_tokens, shared_lengths=shared, groups=conversations)
         if max_tokens and len(rows):
             self.token_plan.check_longest()
         self.row_plan = RowPlan(args.per_device_train_batch_size, args.gradient_accumulation_steps)
@@ -112,7 +112,7 @@ class TrainingRows:
     def batches(self, is_packed: bool) -> GlobalBatches:
         """Training batches of this rank, for a model that runs sequences packed or padded.
 
-        On a CPU large packed steps are cut into passes of CPU_PASS_TOKENS unless a flag sets their size.
+        On a CPU large packed steps are split into passes of CPU_PASS_TOKENS unless a flag sets their size.
         """
         plan = replace(self.token_plan, is_packed=is_packed)
         longest = int(plan.row_lengths.sum(axis=1).max())
@@ -128,7 +128,7 @@ class Trainer:
 
     kind: str  # prefix of the metrics' names
     columns: tuple[str, ...]  # metrics of the console line
-    fact = "eval"  # key of the last evaluation in an export's metadata
+    metadata_key = "eval"  # key of the last evaluation in an export's metadata
 
     def __init__(self, engine: Any, args: Any, *, is_packed: bool, logger: RunLogger) -> None:
         self.engine = engine
@@ -210,14 +210,14 @@ def train(
         is_due = step == logger.num_steps or step % len(order) == 0
         if not len(held_out) or not (is_due or eval_clock.is_due(step)):
             return
-        some = evaluation_batches(
+        eval_batches = evaluation_batches(
             held_out,
             rows.collate,
             rows_per_batch=args.per_device_eval_batch_size,
             max_batches=args.eval_iters,
         )
         with watchdog.phase("the evaluation", step, clock="evaluate"):
-            run.facts |= {trainer.fact: trainer.evaluate(step, some), EVAL_STEP: step}
+            run.facts |= {trainer.metadata_key: trainer.evaluate(step, eval_batches), EVAL_STEP: step}
 
     with startup.as_problem(start.problems):
         run.begin()  # first write to disk; the model has loaded

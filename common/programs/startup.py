@@ -120,9 +120,9 @@ def check_run(args: RunArguments, problems: Problems) -> list[str]:
 def check_environment(problems: Problems) -> bool:
     """Whether the launcher's variables are consistent; adds a problem if not."""
     given = {name: os.environ[name] for name in (*GROUP_VARIABLES, "LOCAL_RANK") if name in os.environ}
-    lone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": 29500}
+    defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": 29500}
     try:
-        rank, size, _, port = (int(given.get(name, number)) for name, number in lone.items())
+        rank, size, _, port = (int(given.get(name, number)) for name, number in defaults.items())
         is_whole = all(given.get(name) for name in GROUP_VARIABLES) or ("RANK" not in given and size == 1)
         is_good = is_whole and rank in range(size) and port in range(2**16)
     except ValueError:
@@ -226,7 +226,7 @@ def as_problem(problems: Problems) -> Iterator[None]:
                 raise
             text = (
                 f"{error.filename} cannot be used ({error.strerror}); {cure_of_write(error)}, or choose "
-                "another place by --output_dir, --data_output_path or the flag that names it"
+                "another path with --output_dir, --data_output_path or the flag that names it"
             )
         problems.add(text)
         problems.exit_if_any()
@@ -255,7 +255,7 @@ def enter(start: Start) -> StageData | None:
         with as_problem(start.problems):
             run_files.take_lock(args.output_dir)
     if args.deterministic:
-        _fix_orders_of_sums()
+        _make_deterministic()
     distributed.start(args.local_rank, args.collective_timeout)
     transformers.set_seed(args.seed % 2**32)  # equal on all ranks, for equal new weights
     with as_problem(start.problems), watchdog.phase("the preparation of the data"):
@@ -277,7 +277,7 @@ def enter(start: Start) -> StageData | None:
     return None
 
 
-def _fix_orders_of_sums() -> None:
+def _make_deterministic() -> None:
     """Make torch, cuBLAS and flash-attn deterministic; before the first GEMM."""
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
     torch.use_deterministic_algorithms(True)  # warn_only would leave torch's attention non-deterministic

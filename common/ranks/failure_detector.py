@@ -63,7 +63,7 @@ class FailureDetector(threading.Thread):
     """The monitoring thread of a rank. `position()` returns the phase that the rank is in.
 
     `stores`: two clients of the group's store, for this thread and the main thread, because a client that
-    waits for a reply blocks its other callers. Time is counted in looks, one every CHECK_SECONDS, so it does
+    waits for a reply blocks its other callers. Time is counted in checks, one every CHECK_SECONDS, so it does
     not pass while this process is stopped (Ctrl-Z, the interpreter's lock).
     """
 
@@ -83,8 +83,8 @@ class FailureDetector(threading.Thread):
         self.store, self.main_store = stores
         self.process = (this_machine(), os.getpid())
         self.beats: dict[int, Beat] = {}
-        self.moved_at: dict[int, int] = {}  # look at which each rank's last heartbeat arrived
-        self.front: dict[str, tuple[int, int]] = {}  # by group: max collectives started, and since which look
+        self.moved_at: dict[int, int] = {}  # check at which each rank's last heartbeat arrived
+        self.front: dict[str, tuple[int, int]] = {}  # by group: max collectives started, since which check
         self.lost: str | None = None  # error with which this rank lost others
         self.lost_at = 0
         self.code = 0  # exit code of a voluntary exit
@@ -112,9 +112,9 @@ class FailureDetector(threading.Thread):
         """
         self.lost_at = self._num_checks
         self.lost = text
-        num_looks = -1
-        while num_looks != self._num_checks:
-            num_looks = self._num_checks
+        num_checks = -1
+        while num_checks != self._num_checks:
+            num_checks = self._num_checks
             self.join(2 * SETTLE_SECONDS)
         self._is_over.set()
         process = self.beats[0].process if 0 in self.beats else None
@@ -154,8 +154,8 @@ class FailureDetector(threading.Thread):
         posted = self.store.compare_set(VERDICT, "", "")
         if posted:
             return Verdict(*json.loads(posted))
-        looks_at_all = self.rank == 0 or self.lost is not None
-        self._read(range(self.world_size) if looks_at_all else {0, self.rank - 1})
+        reads_all = self.rank == 0 or self.lost is not None
+        self._read(range(self.world_size) if reads_all else {0, self.rank - 1})
         verdict = self._diagnose()
         return self._post(verdict, self.store) if verdict else None
 
@@ -179,8 +179,8 @@ class FailureDetector(threading.Thread):
                 self.moved_at[rank] = self._num_checks
             self.beats[rank] = beat
 
-    def _seconds_since(self, look: int) -> float:
-        return (self._num_checks - look) * CHECK_SECONDS
+    def _seconds_since(self, check: int) -> float:
+        return (self._num_checks - check) * CHECK_SECONDS
 
     def _diagnose(self) -> Verdict | None:
         """Verdict if all ranks must exit: a process died; a rank that others wait for sends no heartbeat, or
@@ -220,7 +220,7 @@ class FailureDetector(threading.Thread):
             if n != self.front.get(group, (0, 0))[0]:
                 self.front[group] = (n, self._num_checks)
         limit = self.collective_timeout
-        awaited = {group: n for group, (n, look) in self.front.items() if self._seconds_since(look) >= limit}
+        awaited = {g: n for g, (n, check) in self.front.items() if self._seconds_since(check) >= limit}
         return [
             rank
             for rank, beat in sorted(self.beats.items())

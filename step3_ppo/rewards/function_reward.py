@@ -3,7 +3,7 @@
     def polite(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]:
         return [float("please" in response.lower()) for response in responses]
 
-It is called batch by batch in a thread of this process, which cannot be ended if it hangs; or, with
+It is called batch by batch in a thread of this process, which cannot be stopped if it hangs; or, with
 --reward_processes, in the main thread of worker processes, which can (`serve`: this file as a program,
 without torch). An `async def` runs in a new event loop for each batch.
 """
@@ -87,16 +87,22 @@ class Worker:
         self._start()  # early, so that it gets ready while the models load
 
     def _start(self) -> None:
-        self._connection, theirs = multiprocessing.Pipe()
-        words = ["-P", "-m", "step3_ppo.rewards.function_reward", str(theirs.fileno()), self.target]
+        self._connection, child_connection = multiprocessing.Pipe()
+        arguments = [
+            "-P",
+            "-m",
+            "step3_ppo.rewards.function_reward",
+            str(child_connection.fileno()),
+            self.target,
+        ]
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         self._process = subprocess.Popen(
-            [sys.executable, *words],
+            [sys.executable, *arguments],
             stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[child_connection.fileno()],
             env=os.environ | {"PYTHONPATH": path},
         )
-        theirs.close()
+        child_connection.close()
 
     def ask(self, batch: Answers, timeout_seconds: float) -> Checked:
         """Scores by the function; the timeout does not include the start-up of its process.
@@ -177,26 +183,26 @@ def serve(connection: Connection, target: str) -> None:
     one. The function runs in the main thread, which some libraries need for their time limits.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the program, which then ends this process
-    asked: queue.SimpleQueue[Answers] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(connection, asked), daemon=True).start()
+    requests: queue.SimpleQueue[Answers] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(connection, requests), daemon=True).start()
     module_name, _, name = target.partition(":")
     function = getattr(importlib.import_module(module_name), name)
     while True:
         connection.send("ready")
         answer: Checked | RaisedError
         try:
-            answer = call(function, asked.get())
+            answer = call(function, requests.get())
         except RaisedError as error:
             where = traceback.format_tb(error.__cause__.__traceback__)
             answer = RaisedError("\n".join([str(error), *where, describe_error(error.__cause__)]))
         connection.send(answer)
 
 
-def _read(connection: Connection, asked: queue.SimpleQueue) -> None:
+def _read(connection: Connection, requests: queue.SimpleQueue) -> None:
     """Read requests; exit when the program has ended, even if it was killed or the function hangs."""
     try:
         while True:
-            asked.put(connection.recv())
+            requests.put(connection.recv())
     except (EOFError, OSError):
         os._exit(1)
 

@@ -56,7 +56,7 @@ class JudgeTemplate:
         if number is None:
             raise RewardError(
                 f"no score matches {self.pattern.pattern!r} in the reply {quoted(reply)}; ask for it in the "
-                "template, or raise the template's max_tokens where the reply was cut"
+                "template, or raise its max_tokens if the reply was cut off"
             )
         return min(max(number, self.low), self.high)
 
@@ -115,7 +115,7 @@ def _read_head(head: str, where: str) -> dict[str, Any]:
     given = {name.strip(): value.strip() for name, _, value in lines}
     if unknown := given.keys() - set(_HEAD):
         raise ValueError(
-            f"{where}: its head has {', '.join(sorted(unknown))}; it may have {', '.join(_HEAD)}"
+            f"{where}: its head has unknown lines {', '.join(sorted(unknown))}; known: {', '.join(_HEAD)}"
         )
     limits = [read_number(word) for word in given.get("range", "").split()]
     if len(limits) != 2 or None in limits or not limits[0] < limits[1]:
@@ -144,11 +144,11 @@ def split_target(target: str) -> tuple[str, str, str]:
 
     Raises ValueError without an http address; a model follows the path of the address.
     """
-    place, _, path = target.partition("#")
-    match = re.fullmatch(r"(https?://[^/\s]+(?:/[^:\s]*)?)(?::(\S+))?", place)
+    address, _, path = target.partition("#")
+    match = re.fullmatch(r"(https?://[^/\s]+(?:/[^:\s]*)?)(?::(\S+))?", address)
     if not match:
         raise ValueError(
-            f"--reward judge:{target}: {place!r} is not an address; write judge:http://HOST:PORT/v1, and "
+            f"--reward judge:{target}: {address!r} is not an address; write judge:http://HOST:PORT/v1, and "
             "a model after its path, as in judge:http://HOST:PORT/v1:MODEL"
         )
     return match[1].rstrip("/"), match[2] or "", path
@@ -172,7 +172,7 @@ class JudgeReward(TextReward):
         ones = list(answers.batches(1))
         questions = [self._question_about(one) for one in ones]
         unique = dict(zip(questions, ones, strict=True))
-        scores = dict(zip(unique, self._side_by_side(self._score, unique.values()), strict=True))
+        scores = dict(zip(unique, self._map_threads(self._score, unique.values()), strict=True))
         self.costs["cached"] += len(questions) - len(unique)
         return [score for question in questions for score in scores[question]]
 
@@ -186,7 +186,7 @@ class JudgeReward(TextReward):
         NaN for a failure that --reward_on_error tolerates. Equal responses tie without a request. Raises
         RewardError.
         """
-        return list(self._side_by_side(self._prefer, prompts, responses, others))
+        return list(self._map_threads(self._prefer, prompts, responses, others))
 
     def _prefer(self, prompt: str, response: str, other: str) -> float:
         if response == other:
@@ -201,7 +201,7 @@ class JudgeReward(TextReward):
             return float("nan")
         return {2: 1.0, -2: 0.0}.get(first - second, 0.5)
 
-    def _side_by_side(self, work: Callable[..., Any], *columns: Iterable[Any]) -> Iterable[Any]:
+    def _map_threads(self, work: Callable[..., Any], *columns: Iterable[Any]) -> Iterable[Any]:
         return self._threads.map(work, *columns) if self._threads else map(work, *columns)
 
     def _question_about(self, one: Answers) -> str:
@@ -269,7 +269,7 @@ def _read_reply(text: str) -> tuple[str, dict[str, int]]:
         reply, counts = None, {}
     if not isinstance(reply, str):
         raise RewardError(
-            f"no chat completion with a text: {quoted(text)}; the address must be where OpenAI's protocol "
-            "begins, as in http://HOST:PORT/v1"
+            f"no text in the chat completion: {quoted(text)}; the address must be the root of OpenAI's API, "
+            "as in http://HOST:PORT/v1"
         )
     return reply, counts

@@ -90,7 +90,7 @@ def parse_reward(text: str, taken: set[str]) -> RewardSpec:
             f"--reward {kind}:...@{host}: a name or password in the address would be written to args.json "
             f"and to messages; leave it out and set {variable}"
         )
-    if not _names_something(kind, target):
+    if not _is_valid_target(kind, target):
         raise ValueError(f"--reward {text}: {target!r} names nothing; write {FORMS[kind]}")
     base = f"function_{target.rpartition(':')[2]}" if kind == "function" else kind
     name = base
@@ -101,7 +101,7 @@ def parse_reward(text: str, taken: set[str]) -> RewardSpec:
     return RewardSpec(kind, target, weight, name)
 
 
-def _names_something(kind: str, target: str) -> bool:
+def _is_valid_target(kind: str, target: str) -> bool:
     if kind == "function":
         return bool(re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", target))
     if kind not in ("http", "judge"):

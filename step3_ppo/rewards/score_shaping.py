@@ -61,6 +61,6 @@ def shape_scores(
         shaped = shaped - length_shortfall(response_lengths, args.length_reward_tokens)
     if args.overlong_buffer_tokens:
         buffer_tokens = args.overlong_buffer_tokens
-        most = args.max_answer_seq_len
-        shaped = shaped - overlong_share(response_lengths, buffer_tokens, most)
+        max_tokens = args.max_answer_seq_len
+        shaped = shaped - overlong_share(response_lengths, buffer_tokens, max_tokens)
     return shaped

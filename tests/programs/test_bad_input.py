@@ -275,7 +275,7 @@ SURROUNDINGS = [
     Row("what is said has no sampling mask", 3, module(SILENT, environment="mine:E", top_k=3,
         replay_sampling_support=True), ["--environment and --replay_sampling_support exclude each other"]),
     Row("an environment that says nothing", 3, module(SILENT, environment="mine:E", max_bad_steps=0),
-        ["environment mine:E, row rows.jsonl:", "gave '[]' for messages"], CANNOT_CONTINUE, may_write=True),
+        ["environment mine:E, row rows.jsonl:", "returned '[]' for"], CANNOT_CONTINUE, may_write=True),
     Row("no room for the token cache", 1, lambda p: p.file("", TIGHT, "mine.py")
         and p.file("data_path", good_rows(900), "rows.jsonl")
         | {"plugins": "mine", "data_output_path": p.folder / "cache"}, ["--data_output_path", "make room"]),

@@ -49,6 +49,7 @@ EVERYWHERE: dict[str, Any] = {
     "num_train_epochs": (2, {"max_train_steps": 5, "data_path": "{few}"}),
     "data_path": "{ranked}",
     "data_split": "3,1,2",
+    "data_weights": 0.5,
     "template": ["plain", "one_line"],
     "score_column": ("quality", {"data_path": "{scored}"}),
     "columns": ("prompt=response,response=prompt", {"data_path": "{scored}"}),

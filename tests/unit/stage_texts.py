@@ -29,14 +29,21 @@ def write_rows(path: Path, rows: list[Any]) -> str:
     return str(path)
 
 
-def make_options(source: str, step: int, cache: Path, **changes: Any) -> DataOptions:
-    """All rows of one source for one step, nothing held out or truncated."""
+def make_options(source: str | list[str], step: int, cache: Path, **changes: Any) -> DataOptions:
+    """All rows of the sources for one step, nothing held out or truncated."""
     given = {"data_split": SHARES[step], "eval_fraction": 0.0, "max_tokens": 4096}
-    return DataOptions([source], step, cache_dir=str(cache), **given | changes)
+    return DataOptions(
+        [source] if isinstance(source, str) else source, step, cache_dir=str(cache), **given | changes
+    )
 
 
 def build(
-    source: str, step: int, tokenizer: Any, cache: Path, template: str = "human_assistant", **changes: Any
+    source: str | list[str],
+    step: int,
+    tokenizer: Any,
+    cache: Path,
+    template: str = "human_assistant",
+    **changes: Any,
 ) -> StageData:
     """The step's rows of one source, all of them to train on."""
     options = make_options(source, step, cache / "cache", **changes)

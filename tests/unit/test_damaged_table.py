@@ -150,7 +150,7 @@ CASES: dict[str, tuple[Damage, int, str]] = {
     "biases left out": (config(attention_bias=True), 2, "its weights lack 8 of"),
     "an encoder and a decoder": (other_model("AutoModel", T5), 2, "Unrecognized configuration class"),
     "an encoder that a decoder hides": (
-        other_model("AutoModelForSeq2SeqLM", BART), 2, "has an encoder and a decoder; give a model of"),
+        other_model("AutoModelForSeq2SeqLM", BART), 2, "has an encoder and a decoder; give a decoder"),
     "a classifier": (
         other_model("AutoModelForSequenceClassification", tiny_config("llama", 320)), 2, "is a classifier"),
     "a model without its head": (

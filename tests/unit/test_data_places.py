@@ -145,7 +145,7 @@ def test_a_folder_of_the_cache_of_datasets(tmp_path):
     [
         ("a.arrow", b"ARROW1 but no more", "cannot be read as .arrow"),
         ("a.arrow", b"", "cannot be read as .arrow"),
-        ("a.txt", b"a text\n", r'unknown.*a line of JSON, such as \{"text": "..."\}, in a .jsonl file'),
+        ("a.txt", b"a text\n", r'unknown.*lines of JSON, such as \{"text": "..."\}, in a .jsonl file'),
         ("sub/other.parquet", b"no parquet", "it could not be loaded .*; name a file in it"),
     ],
 )
@@ -159,7 +159,9 @@ def test_what_cannot_be_read_is_named(tmp_path, name, content, reason):
 
 def test_the_cure_for_a_folder_without_a_file_to_train_on(tmp_path):
     (tmp_path / "other.jsonl").write_text('{"text": "a"}\n')
-    with pytest.raises(ValueError, match="no train.*found other.jsonl; name a file itself, or call it train"):
+    with pytest.raises(
+        ValueError, match="no train.*found other.jsonl; name a file itself, or rename it to train"
+    ):
         len(load_source(str(tmp_path)).train)
     assert len(load_source(str(tmp_path / "other.jsonl")).train) == 1
     os.rename(tmp_path / "other.jsonl", tmp_path / "train.jsonl")

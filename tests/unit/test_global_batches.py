@@ -240,13 +240,19 @@ def test_groups_are_kept_together_by_hand():
 GROUPS = [0] * 7 + [1, 2, 2, 3, 3, 3] + [4] * 3 + list(range(5, 20))  # 31 rows
 
 
-def draw_epochs(rows: int, world_size: int, num_steps: int, **more) -> list[list[dict]]:
+def sorted_like(rows: list[dict], others: list[dict]) -> list[dict]:
+    """The rows, in the order of the others if both have the same ones."""
+    key = lambda row: row["row"]  # noqa: E731
+    return others if sorted(rows, key=key) == sorted(others, key=key) else rows
+
+
+def draw_epochs(rows: int, world_size: int, num_steps: int, sources=(), **more) -> list[list[dict]]:
     """The rows of the first steps over all ranks, each with its weight."""
     steps: list[list[dict]] = [[] for _ in range(num_steps)]
     for rank in range(world_size):
         with as_rank(rank, world_size):
             data = [{"row": i} for i in range(len(GROUPS))]
-            batches = build_batches(data, RowPlan(rows), groups=Groups(GROUPS, 3), **more)
+            batches = build_batches(data, RowPlan(rows), groups=Groups(GROUPS, 3, sources), **more)
             for step in steps:
                 step += [row for micro_batch in next(batches) for row in micro_batch]
     return steps
@@ -285,6 +291,38 @@ def test_epoch_order_rows_until_equals_what_epochs_draw():
     for step in range(7):
         read.update(order.rows_of(step))
         assert order.rows_until(step + 1) == sorted(read)
+
+
+SOURCES = [(13, 2.0), (3, 0.5), (15, 1.4)]  # of the rows of GROUPS
+WEIGHTED_ROWS = 2 * 9 + round(0.5 * 3) + round(1.4 * 15)  # at most 3 rows of a group
+
+
+def test_epoch_has_as_many_rows_of_a_source_as_its_weight_says():
+    order = EpochOrder(50, RowPlan(1), 3, Groups(range(50), sources=[(10, 3.0), (20, 0.5), (20, 1.25)]))
+    assert len(order) == 30 + 10 + 25
+    epochs = [order.epoch(epoch).tolist() for epoch in range(40)]
+    for rows in epochs:
+        assert len(rows) == 65 and all(rows.count(row) == 3 for row in range(10))
+        assert {rows.count(row) for row in range(10, 30)} == {0, 1}
+        assert {rows.count(row) for row in range(30, 50)} == {1, 2}
+        assert sum(row < 30 for row in rows) == 40
+    assert len(set(map(tuple, epochs))) == 40
+    assert {row for rows in epochs[:9] for row in rows} == set(range(50)), "another half in each epoch"
+    # An epoch may have as many rows as the data, and still not each of them.
+    order = EpochOrder(20, RowPlan(1), 3, Groups(range(20), sources=[(10, 1.5), (10, 0.5)]))
+    assert order.rows_until(20) == sorted(set(order.epoch(0).tolist())) != list(range(20))
+
+
+def test_weights_keep_groups_together_and_the_rows_of_all_ranks():
+    more = {"sources": SOURCES}
+    steps = draw_epochs(9, 1, 12, **more)
+    order = EpochOrder(31, RowPlan(1), 3, Groups(GROUPS, 3, SOURCES))
+    assert len(order) == WEIGHTED_ROWS
+    assert steps == [sorted_like(step, steps[i]) for i, step in enumerate(draw_epochs(3, 3, 12, **more))]
+    rows = order.epoch(0).tolist()
+    places = [[i for i, row in enumerate(rows) if row == of_pair] for of_pair in (8, 9)]
+    assert len(places[0]) == 2 and [i + 1 for i in places[0]] == places[1], "a pair is together, twice"
+    assert all(row["weight"] == 1 / min(GROUPS.count(GROUPS[row["row"]]), 3) for row in sum(steps, []))
 
 
 def test_groups_of_one_row_change_nothing():

@@ -96,7 +96,7 @@ def test_own_parts_take_the_place_of_the_projects(tmp_path):
         (HEAD + BODY + "--- pair\n{prompt} {first}", "the part '--- pair' lacks {second}"),
         (BODY, "'range: ' of its head must be two numbers, as in range: 1 10"),
         ("range: 2 1\n" + BODY, "'range: 2 1' of its head"),
-        (HEAD + "patern: x\n" + BODY, "its head has patern; it may have range, pattern, max_tokens"),
+        (HEAD + "patern: x\n" + BODY, "its head has unknown lines patern; known: range, pattern, max_tokens"),
         (HEAD + "pattern: (\n" + BODY, "'pattern: (' is not a regular expression"),
         (HEAD + "pattern: \\d\n" + BODY, "must have one group, the score"),
         (HEAD + "max_tokens: many\n" + BODY, "'max_tokens: many' must be a whole number"),
@@ -211,9 +211,7 @@ def test_a_reply_that_cannot_be_read_fails_its_answer_alone_and_is_asked_again(s
 @pytest.mark.parametrize("answer", ["[]", '{"choices": []}', json.dumps(chat_completion(None)), "<html>"])
 def test_what_is_no_completion_is_named(answer, server, judge_of):
     server.behaviours = [(200, answer)]
-    with pytest.raises(
-        RewardError, match="no chat completion with a text: .* where OpenAI's protocol begins"
-    ):
+    with pytest.raises(RewardError, match="no text in the chat completion: .* the root of OpenAI's API"):
         judge_of().score(ANSWERS)
 
 

@@ -63,7 +63,7 @@ def test_a_step_on_text_is_its_own_behind_that_of_the_policy(linear_losses, monk
     betas = engine.optimizer.param_groups[0]["betas"]
     adam = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.0, betas=betas)
     found = []
-    steps = [(POLICY_INPUT, 1.0, lambda: losses.update(batches)), (TEXT_INPUT, 0.5, losses.update_by_text)]
+    steps = [(POLICY_INPUT, 1.0, lambda: losses.update(batches)), (TEXT_INPUT, 0.5, losses.update_on_text)]
     for inputs, coef, step in steps:
         loss = (inputs @ weight.T).square().sum()
         adam.zero_grad()

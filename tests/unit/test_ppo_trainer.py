@@ -59,7 +59,7 @@ def open_trainer(**flags):
 
     fails = []
     trainer.minibatches, trainer.finish_step = minibatches, lambda current: dict(current.means)
-    trainer.losses = SimpleNamespace(update=update, update_by_text=lambda: update(["text"]))
+    trainer.losses = SimpleNamespace(update=update, update_on_text=lambda: update(["text"]))
     run = SimpleNamespace(
         num_updates=0, checkpoint_if_due=lambda *_: None, record_bad_step=lambda *_: asked.append("refused")
     )
@@ -127,7 +127,7 @@ def test_a_step_ends_behind_the_first_update_beyond_a_limit(flags, num_made, los
         return dict(zip(names, what, strict=True)) | {"policy/logprob_gap": what[3]} if what else {}
 
     text = {"policy/unsup_loss": 1.0}
-    trainer.losses = SimpleNamespace(update=update, update_by_text=lambda: asked.append("text") or text)
+    trainer.losses = SimpleNamespace(update=update, update_on_text=lambda: asked.append("text") or text)
     monkeypatch.setattr("step3_ppo.ppo_trainer.run_hooks", lambda point, trainer, what: what)
     numbers = trainer.train_step(1, run)
     assert asked == [*["update", "text"] * 2, "update", *["update", "text"] * (num_made - 2)]

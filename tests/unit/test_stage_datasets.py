@@ -214,6 +214,51 @@ def test_a_sources_own_eval_part_is_used_whole(tmp_path, write_rows, build):
     assert (len(data.train), len(data.eval)) == (10, 5)
 
 
+def test_data_weights_are_of_each_path_and_keep_the_shares_apart(write_rows, build, options, tiny_tokenizer):
+    paths = [write_rows(answers(number), f"{number}.jsonl") for number in (40, 100)]
+    only = write_rows(answers(5), "only.jsonl")
+    given = {"data_split": "1,1,0", "eval_fraction": 0.2, "sft_only_data_path": [only]}
+    plain = build(paths, 1, **given)
+    data = build(paths, 1, data_weights=[3.0, 0.5], **given)
+    assert data.key == plain.key and plain.sources == []
+    rows = [
+        sum(f"{name}.jsonl" in data.train[i]["row_id"] for i in range(len(data.train)))
+        for name in (40, 100, "only")
+    ]
+    assert data.sources == list(zip(rows, [3.0, 0.5, 1.0], strict=True)) and sum(rows) == len(data.train)
+    assert any(
+        f"about {3 * rows[0]} rows of {paths[0]}: 3 x its {rows[0]} training rows" in n
+        for n in data.report.notes
+    )
+    lines = preview_rows(
+        options(paths, 1, data_weights=[3.0, 0.5], data_split="1,1,0"),
+        build_template("plain", tiny_tokenizer),
+    )
+    assert any(f"about 25 rows of {paths[1]}: 0.5 x the 50 of step 1" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1.0], "--data_weights 1: 1 weights, but --data_path has 2 entries"),
+        ([1.0, 0.0], "--data_weights 1 0: a weight must be above 0; leave a source out"),
+        ([-2.0, 1.0], "--data_weights -2 1: a weight must be above 0"),
+        ([1.0, float("nan")], "--data_weights 1 nan: a weight must be above 0"),
+    ],
+)
+def test_bad_data_weights_are_named(weights, message, write_rows, options):
+    paths = [write_rows(answers(9), name) for name in ("a.jsonl", "b.jsonl")]
+    assert message in " ".join(check_sources(options(paths, 1, data_weights=weights)))
+
+
+def test_data_weights_refuse_a_cache_that_does_not_count_sources(write_rows, build):
+    path = write_rows(answers(9))
+    file = Path(build(path, 1).report.cache_folder, "report.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"source_rows": []}))
+    with pytest.raises(ValueError, match="earlier version .* delete that folder"):
+        build(path, 1, data_weights=[2.0])
+
+
 def test_sft_only_data_is_used_whole_by_step_1_alone(write_rows, build):
     first, second = write_rows(pairs(10)), write_rows(answers(7), "more.jsonl")
     for step, expected in ((1, 12), (2, 5)):

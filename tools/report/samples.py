@@ -14,7 +14,9 @@ MAX_PROMPTS = 10  # prompts with several responses
 MAX_ANSWERS = 8  # steps of one prompt: the first, the last, and some between
 MAX_SINGLES = 12  # prompts with one response
 MAX_CHARACTERS, MAX_PROMPT_CHARACTERS = 1500, 300
-FAR = 0.6  # share of common words and spaces below which changes are not marked: marks would hide the text
+MIN_SIMILARITY = (
+    0.6  # share of common words and spaces below which changes are not marked: marks would hide the text
+)
 _WORD = re.compile(r"\s+|\w+|[^\w\s]")
 
 Changes = list[tuple[str, str]]  # parts of a text: ("same" | "new" | "gone", text)
@@ -50,7 +52,7 @@ def find_changes(before: str, after: str) -> Changes:
             changes.append(("same", after_part))
         else:
             changes += [("gone", before_part), ("new", after_part)]
-    if matcher.ratio() < FAR:
+    if matcher.ratio() < MIN_SIMILARITY:
         return [("new", after)]
     return [(kind, text) for kind, text in changes if text]
 
@@ -72,12 +74,12 @@ def group_answers(runs: Sequence[RunFiles]) -> dict[str, list[Answer]]:
 
 def mark_changes(answers: Sequence[Answer]) -> None:
     """Compare each response with its run's previous one, or else with the first run's of its step."""
-    of_run: dict[tuple[int, int], Answer] = {}
-    of_step: dict[tuple[int, int], Answer] = {}
+    latest_of_run: dict[tuple[int, int], Answer] = {}
+    first_of_step: dict[tuple[int, int], Answer] = {}
     for answer in answers:
-        first = of_step.setdefault((answer.step, answer.index), answer)
-        earlier = of_run.get((answer.run, answer.index), first)
-        of_run[answer.run, answer.index] = answer
+        first = first_of_step.setdefault((answer.step, answer.index), answer)
+        earlier = latest_of_run.get((answer.run, answer.index), first)
+        latest_of_run[answer.run, answer.index] = answer
         answer.changes = find_changes(cut(earlier.text), cut(answer.text))
         if earlier is not answer and earlier.text == answer.text:
             answer.same_as = earlier.run
@@ -112,7 +114,11 @@ def _build_card(prompt: str, answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-def cut(text: str, most: int = MAX_CHARACTERS) -> str:
+def cut(text: str, max_characters: int = MAX_CHARACTERS) -> str:
     """The text stripped, its end replaced by a count if it is too long."""
     text = text.strip()
-    return text if len(text) <= most else f"{text[:most]} [... {len(text) - most:,} characters]"
+    return (
+        text
+        if len(text) <= max_characters
+        else f"{text[:max_characters]} [... {len(text) - max_characters:,} characters]"
+    )
