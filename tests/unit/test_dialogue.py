@@ -194,6 +194,9 @@ def test_a_chat_prompt_that_is_too_long_keeps_its_headers_and_system_prompt(make
         assert texts[0].endswith("<|assistant|>\nBye.<|endoftext|>\n") and report.num_truncated == 3
     texts, report = rows_of((*SAID, Message("user", "Good!")), "Bye. " * 99, 140)
     assert all(text.startswith(head) for text in texts) and texts[0].count("Bye.") > 10
+    assert not texts[0].endswith("\n"), "what follows a reply does not follow half of one"
+    for num_tokens in range(24, 70):  # what follows a reply has room
+        rows_of((Message("user", "Good!"),), "Bye.", num_tokens)
 
 
 def test_chat_template_problems_name_the_cure(make_tokenizer):

@@ -110,15 +110,23 @@ def test_slots_change_no_text(family, num_slots, tiny_model_folder):
     limits = torch.tensor([12, 2, 5, 2])
     batch = PromptBatch(ids, mask, torch.arange(4), limits)
     expected = Generator(model, num_slots=1).generate(batch, chosen)
-    told = [[] for _ in range(4)]
-    found = Generator(model, num_slots=num_slots).generate(
-        batch, chosen, on_tokens=lambda sample, token_ids: told[sample].extend(token_ids)
-    )
-    assert told == [ids[mask].tolist() for ids, mask in zip(*found[:2], strict=True)]
-    assert found.response_ids.equal(expected.response_ids)
-    assert found.response_mask.equal(expected.response_mask) and found.is_finished.equal(expected.is_finished)
-    assert (found.response_mask.sum(1) <= limits).all()
-    torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
+    # Behind a generation that had room for fewer tokens of a response, or for shorter prompts.
+    for max_length, width, num_tokens in ((24, 12, 2), (0, 1, 12)):
+        told = [[] for _ in range(4)]
+        generator = Generator(model, num_slots=num_slots, max_length=max_length)
+        generator.generate(
+            PromptBatch(ids[:, -width:], mask[:, -width:], torch.arange(4)),
+            options(max_new_tokens=num_tokens),
+        )
+        found = generator.generate(
+            batch, chosen, on_tokens=lambda sample, token_ids, told=told: told[sample].extend(token_ids)
+        )
+        assert told == [ids[mask].tolist() for ids, mask in zip(*found[:2], strict=True)]
+        assert found.response_ids.equal(expected.response_ids)
+        assert found.response_mask.equal(expected.response_mask)
+        assert found.is_finished.equal(expected.is_finished)
+        assert (found.response_mask.sum(1) <= limits).all()
+        torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "qwen2"])

@@ -85,8 +85,10 @@ def test_gradients_are_whole_under_stage_1_and_a_part_under_stage_2():
     assert items(one, "train policy", "reduce")["gradients"] == 2 * NUM_350M * (1 + 1 / 4)
     assert items(two, "train policy", "reduce")["gradients"] == 2 * NUM_350M / 4
     assert "gradients" not in items(one, "train policy", "backward")  # there are none yet
-    more = plan_sft(OPT_350M, "--zero_stage", "1", "--gradient_accumulation_steps", "2")
-    assert items(more, "train policy", "backward")["gradients"] == 2 * NUM_350M
+    twice = ("--num_gpus", "4", "--gradient_accumulation_steps", "2")
+    for stage, kept in (("1", 1), ("2", 1 / 4)):
+        more = plan_sft(OPT_350M, "--zero_stage", stage, *twice)
+        assert items(more, "train policy", "backward")["gradients"] == 2 * NUM_350M * kept
 
 
 def test_the_gradients_of_actor_and_critic_wait_for_one_another():
@@ -198,6 +200,8 @@ def test_a_slice_is_a_share_of_the_model_and_an_ema_another_copy():
     assert copied == pytest.approx(found["slices of weights"] * 8 / 24, rel=0.15)
     below = plan_ppo("--num_gpus", "8", "--enable_ema")  # each rank has a share of it there too
     assert below.moments[0].gpu["actor", "EMA"] == 4 * NUM_1B / 8
+    both = plan_ppo("--num_gpus", "8", "--enable_ema", "--ref_ema_decay", "0.9")
+    assert both.moments[0].gpu["actor", "EMA"] == 2 * 4 * NUM_1B / 8
 
 
 def test_the_reference_is_a_model_of_its_own_unless_there_are_adapters():

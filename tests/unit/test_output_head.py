@@ -19,6 +19,7 @@ CASES = {
     "plain": {},
     "temperature": {"temperature": 0.7},
     "padded vocabulary": {"num_valid_tokens": 33},
+    "cap": {"cap": 3.0},
     "multiplier and cap": {"multiplier": 0.25, "cap": 3.0, "temperature": 1.3},
 }
 
@@ -130,6 +131,7 @@ def test_vocabulary_padding_is_out_of_the_softmax_and_gets_no_gradient(padding):
     (found[0] + found[1]).sum().backward()
     assert torch.equal(found[0], short[0]) and torch.equal(found[1], short[1])
     assert leaf.grad[50:].eq(0).all() and leaf.grad.isfinite().all()
+    assert head.logprobs(torch.arange(49, 57))[0].isinf().tolist() == [False] + [True] * 7
 
 
 @pytest.mark.parametrize(("num_kept", "num_products"), [(0, 13 + 13), (12, 13 + 11), (64, 13)])
@@ -157,6 +159,16 @@ def test_the_softmax_is_taken_among_the_sampling_mask(chunk):
     is_kept[torch.arange(N), make()[3]] = True
     mask = SamplingMask(is_kept.nonzero()[:, 1], is_kept.sum(1))
     compare(LogitOptions(temperature=0.9), [torch.linspace(0.5, 1, N)] * 2, 1e-6, is_kept, mask)
+
+
+def test_kept_tokens_have_the_sampled_one_even_where_rounding_left_it_out(chunk):
+    inputs = make()
+    likeliest = head_of(inputs).raw_logits(slice(None)).argmax(1)
+    sampled = torch.where(torch.arange(N) < 9, likeliest, (likeliest + 1) % V)
+    token_ids, counts = head_of(inputs).kept_tokens(sampled, top_k=1, top_p=1.0)
+    assert counts.tolist() == [1] * 9 + [2] * (N - 9)
+    for kept, *expected in zip(token_ids.split(counts.tolist()), sampled, likeliest, strict=True):
+        assert set(kept.tolist()) == set(map(int, expected))
 
 
 def test_bf16_gradients_of_the_weight_are_summed_in_fp32(monkeypatch):

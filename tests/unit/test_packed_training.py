@@ -123,6 +123,16 @@ class _Seen(Exception):
 PAD = packed_batch.pad_sequences
 
 
+@pytest.mark.parametrize("loss", ["end_score", "token_wise"])
+def test_reward_trainer_has_the_loss_of_its_flag(loss, tiny_model_folder):
+    model = load_value_model(ModelOptions(tiny_model_folder("llama"), dropout=0.0), 320)
+    trainer = RewardTrainer(model, RewardArguments(loss=loss), is_packed=False, logger=Mock())
+    batch = collate_pairs(pairs())
+    scores = compute_pair_scores(model, batch, with_values=True)
+    expected = compute_pair_losses(batch, scores, rank_loss=loss, use_margin=False)
+    torch.testing.assert_close(trainer.compute_losses(batch).loss, expected)
+
+
 @pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("kind", ["sft", "pairs", "dpo", "responses"])
 def test_tokens_are_padded_once_from_rows_to_the_model_or_never(kind, is_packed, monkeypatch):

@@ -102,9 +102,9 @@ def test_bounds_of_a_correction():
     assert correction_of("none") is None and correction_of("tis") == correction_of("tis:0,2")
     assert correction_of("mis:0,2") == FORMS["mis"] and correction_of("geo_rs:0,2").lower == 0.0
     problems = Problems()
-    args = PPOArguments(rollout_correction="mis", correction_low=2.0, correction_high=1.0)
+    args = PPOArguments(rollout_correction="mis", correction_low=2.0, correction_high=2.0)
     check_flags(args, 1, "fp32", problems)
-    assert problems.messages == ["--correction_low 2.0 is not below --correction_high 1.0; lower it"]
+    assert problems.messages == ["--correction_low 2.0 is not below --correction_high 2.0; lower it"]
     for low in (0.0, 3.0):  # without an upper bound the lower one is not read
         problems = Problems()
         check_flags(PPOArguments(rollout_correction="mis", correction_low=low), 1, "fp32", problems)

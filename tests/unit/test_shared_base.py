@@ -283,6 +283,13 @@ def test_roles_share_what_is_frozen_and_held_alike(more, expected, adapters):
         assert "--actor_zero_stage 3" in problem or "--offload_reward_model" in problem
 
 
+def test_build_role_specs_gives_a_frozen_model_the_stage_of_a_trained_one(adapters):
+    """The reference goes by the actor, a reward model by the critic."""
+    args = flags_of({role: adapters / role for role in ROLES}, actor_zero_stage=2, critic_zero_stage=1)
+    specs = build_role_specs(args, parse_rewards(args.reward), has_critic=True)
+    assert [spec.flags.zero_stage for spec in specs] == [2, 2, 1, 1]
+
+
 def test_shards_are_shared_where_the_cpu_keeps_them_for_all(adapters):
     stage_3 = {"actor_zero_stage": 3, "critic_zero_stage": 3, "offload": "all"}
     folders = {role: adapters / role for role in ROLES}
