@@ -15,8 +15,10 @@ from common.runs.durable_files import WRITING, read_if_whole, read_object
 from common.runs.export import damage_of_export
 from common.runs.run_files import ARGS_FILE, FINISHED_FILE, LOCK_FILE
 
-# Files that a launch script or the demo may have written before the program starts.
-FOREIGN_FILES = {"train.log", "log", LOCK_FILE}
+# Files, and endings of files, that a launch script or the demo may have written before the program starts;
+# DeepSpeed-Chat's scripts write training.log, its sweeps OUTPUT.log.
+FOREIGN_FILES = {"log", LOCK_FILE}
+FOREIGN_ENDINGS = {".log", WRITING}
 NOT_WORTH_A_NOTE = {"output_dir", "resume", "dry_run", "local_rank"}
 LENGTH_FLAGS = ("num_train_epochs", "max_train_steps")
 
@@ -113,7 +115,7 @@ def _named_run(args: Any, folder: Path | None, problems: Problems) -> EarlierRun
 
 def _reject_other_files(folder: Path, problems: Problems, cure: str = "") -> None:
     left = sorted(folder.iterdir()) if folder.is_dir() else []
-    left = [p.name for p in left if p.name not in FOREIGN_FILES and p.suffix != WRITING]
+    left = [p.name for p in left if p.name not in FOREIGN_FILES and p.suffix not in FOREIGN_ENDINGS]
     if left:
         names = ", ".join(left[:3])
         problems.add(f"--output_dir {folder} holds {names} of an earlier run; choose another folder{cure}")

@@ -68,7 +68,8 @@ def run(tmp_path) -> Path:
 
 def test_find_run_of_an_empty_folder_is_a_new_run(tmp_path):
     (tmp_path / "run" / "log").mkdir(parents=True)  # as a launch script has left them
-    (tmp_path / "run" / "train.log").write_text("")
+    for name in ("train.log", "training.log", "step1_z2.log"):  # DeepSpeed-Chat's scripts write the last two
+        (tmp_path / "run" / name).write_text("")
     for words in ("", f"--output_dir {tmp_path / 'new' / 'deep'}", f"--output_dir {tmp_path / 'run'}"):
         assert find(words) == (EarlierRun(), [])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run"], "a check makes no folder"

@@ -122,6 +122,29 @@ def test_a_script_has_its_form_and_the_program_accepts_its_flags(script: Path, t
     assert "a line of output" in log and "a line of complaint" in log
 
 
+@pytest.mark.parametrize("script", [s for s in SCRIPTS if "sweep" not in s.parts], ids=script_id)
+def test_script_takes_the_positions_of_deepspeed_chat(script: Path, tmp_path: Path):
+    step = script_id(script).split("/")[0]
+    (tmp_path / "here").mkdir()
+    stages = ["1", "2"] if step == "step3_ppo" else ["1"]
+    models = ["here", "hub/critic"] if step == "step3_ppo" else []
+    output = str(tmp_path / "by position")
+    words = [*models, *stages, output] if models else [output, *stages]
+    run = launch(script, tmp_path, *words, "--seed", "7", OUTPUT_DIR="")
+    given = parse_args(STEP_FLAGS[STEPS.index(step) + 1], run.program_words, problems=Problems())
+    assert (given.output_dir, given.seed) == (output, 7) and Path(output, "train.log").exists()
+    if models:
+        assert given.actor_model_name_or_path == str(tmp_path / "here")
+        assert given.critic_model_name_or_path == "hub/critic"
+        assert (given.actor_zero_stage, given.critic_zero_stage) == (1, 2)
+    else:
+        assert given.zero_stage == 1
+    default = launch(script, tmp_path, *[""] * len(words), "--seed", "7").program_words
+    assert [
+        word for word in default if word not in script_flags(script, {"OUTPUT_DIR": str(run.output_dir)})
+    ] == ["--seed", "7"]
+
+
 # ---- run.sh and its table
 
 

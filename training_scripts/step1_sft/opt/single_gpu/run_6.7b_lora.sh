@@ -5,9 +5,13 @@
 # Hardware: one GPU of 80 GB.
 # Time: not measured by us.
 #
-# The environment may set the variables below; flags of step1_sft/main.py may follow and override those below.
+# bash run_6.7b_lora.sh [OUTPUT_DIR ZERO_STAGE] [FLAGS]: as in DeepSpeed-Chat's script; flags override those below.
+# The environment may set the variables below.
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../../../.." # the repository root
+POSITIONS=(OUTPUT_DIR --zero_stage)
+# shellcheck source=training_scripts/positions.sh
+source training_scripts/positions.sh
 
 NUM_GPUS=${NUM_GPUS:-1}
 MODEL=${MODEL:-facebook/opt-6.7b}

@@ -6,9 +6,13 @@
 # Time: not measured by us.
 # DeepSpeed-Chat published 13.6 h for its three steps at this size on eight A100-40G.
 #
-# The environment may set the variables below; flags of step1_sft/main.py may follow and override those below.
+# bash run_13b.sh [OUTPUT_DIR ZERO_STAGE] [FLAGS]: as in DeepSpeed-Chat's script; flags override those below.
+# The environment may set the variables below.
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../../../.." # the repository root
+POSITIONS=(OUTPUT_DIR --zero_stage)
+# shellcheck source=training_scripts/positions.sh
+source training_scripts/positions.sh
 
 NUM_GPUS=${NUM_GPUS:-8}
 MODEL=${MODEL:-facebook/opt-13b}

@@ -7,9 +7,13 @@
 #
 # The data sets come from the hub by name; docs/data.md describes what is read from each, and local copies.
 #
-# The environment may set the variables below; flags of step1_sft/main.py may follow and override those below.
+# bash run_japanese.sh [OUTPUT_DIR ZERO_STAGE] [FLAGS]: as in DeepSpeed-Chat's script; flags override those below.
+# The environment may set the variables below.
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../../../.." # the repository root
+POSITIONS=(OUTPUT_DIR --zero_stage)
+# shellcheck source=training_scripts/positions.sh
+source training_scripts/positions.sh
 
 NUM_GPUS=${NUM_GPUS:-8}
 MODEL=${MODEL:-sberbank-ai/mGPT}

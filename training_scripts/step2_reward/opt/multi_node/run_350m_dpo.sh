@@ -8,9 +8,13 @@
 # HOSTFILE has one line "hostname slots=8" per machine. All machines reach each other by ssh without a password and
 # have this repository, the environment and OUTPUT_DIR at the same path.
 #
-# The environment may set the variables below; flags of step2_reward/main.py may follow and override those below.
+# bash run_350m_dpo.sh [OUTPUT_DIR ZERO_STAGE] [FLAGS]: as in DeepSpeed-Chat's script; flags override those below.
+# The environment may set the variables below.
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../../../.." # the repository root
+POSITIONS=(OUTPUT_DIR --zero_stage)
+# shellcheck source=training_scripts/positions.sh
+source training_scripts/positions.sh
 
 NUM_GPUS=${NUM_GPUS:-8} # per machine
 HOSTFILE=${HOSTFILE:-hostfile}

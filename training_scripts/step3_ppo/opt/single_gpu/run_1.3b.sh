@@ -7,9 +7,14 @@
 # DeepSpeed-Chat published 1.2 h for this step on one A6000-48G, with one data set.
 # DeepSpeed-Chat published 11.7 h on one A100-80G for 131.9k prompts of 256 tokens with answers of 256.
 #
-# The environment may set the variables below; flags of step3_ppo/main.py may follow and override those below.
+# bash run_1.3b.sh [ACTOR_MODEL CRITIC_MODEL ACTOR_ZERO_STAGE CRITIC_ZERO_STAGE OUTPUT_DIR] [FLAGS]: as in
+# DeepSpeed-Chat's script; flags override those below.
+# The environment may set the variables below.
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../../../.." # the repository root
+POSITIONS=(ACTOR_MODEL CRITIC_MODEL --actor_zero_stage --critic_zero_stage OUTPUT_DIR)
+# shellcheck source=training_scripts/positions.sh
+source training_scripts/positions.sh
 
 NUM_GPUS=${NUM_GPUS:-1}
 ACTOR_MODEL=${ACTOR_MODEL:-output/step1_sft/opt/single_gpu/run_1.3b/export}

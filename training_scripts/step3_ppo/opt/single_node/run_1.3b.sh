@@ -6,9 +6,14 @@
 # Time: not measured by us.
 # DeepSpeed-Chat published 1.4 h on eight A100-80G for 131.9k prompts of 256 tokens with answers of 256.
 #
-# The environment may set the variables below; flags of step3_ppo/main.py may follow and override those below.
+# bash run_1.3b.sh [ACTOR_MODEL CRITIC_MODEL ACTOR_ZERO_STAGE CRITIC_ZERO_STAGE OUTPUT_DIR] [FLAGS]: as in
+# DeepSpeed-Chat's script; flags override those below.
+# The environment may set the variables below.
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../../../.." # the repository root
+POSITIONS=(ACTOR_MODEL CRITIC_MODEL --actor_zero_stage --critic_zero_stage OUTPUT_DIR)
+# shellcheck source=training_scripts/positions.sh
+source training_scripts/positions.sh
 
 NUM_GPUS=${NUM_GPUS:-8}
 ACTOR_MODEL=${ACTOR_MODEL:-output/step1_sft/opt/single_node/run_1.3b/export}
