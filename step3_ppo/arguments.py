@@ -273,10 +273,18 @@ class PPOArguments(
     save_interval: Interval = same_flag(CheckpointArguments, "save_interval", Interval("20"))
 
     @property
+    def batches_per_step(self) -> int:
+        """Generated batches per PPO step: --generation_batches, or the multiple that an optimizer step takes,
+        as in DeepSpeed-Chat. The weights do not change between them.
+        """
+        prompts = self.per_device_generation_batch_size * self.generation_batches
+        times, rest = divmod(self.samples_per_update, prompts * self.num_samples_per_prompt)
+        return self.generation_batches * (max(times, 1) if rest == 0 else 1)
+
+    @property
     def samples_per_step(self) -> int:
         """Responses per rank and PPO step."""
-        prompts = self.per_device_generation_batch_size * self.generation_batches
-        return prompts * self.num_samples_per_prompt
+        return self.per_device_generation_batch_size * self.batches_per_step * self.num_samples_per_prompt
 
     @property
     def samples_per_update(self) -> int:

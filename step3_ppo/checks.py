@@ -80,6 +80,11 @@ def check_start_up(description: str, argv: Sequence[str] | None = None) -> PPOSt
     has_critic = start.algorithm is not None and start.algorithm.needs_critic
     specs = build_role_specs(args, start.rewards, has_critic=has_critic)
     start.notes += describe_bases(args, specs, problems)
+    if args.batches_per_step > args.generation_batches:
+        start.notes.append(
+            f"an optimizer step takes --per_device_training_batch_size x --gradient_accumulation_steps = "
+            f"{args.samples_per_update} samples: a PPO step generates {args.batches_per_step} batches"
+        )
     start.frozen = frozen_models(args, start.rewards)
     check_evaluation(args, start.options, start.rewards, problems, start.tokenizer)
     startup.finish_checks(start, "--actor_model_name_or_path")

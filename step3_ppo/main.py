@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with startup.as_problem(problems), watchdog.phase("the preparation of the data"):
         plan = RowPlan(
             args.per_device_generation_batch_size,
-            args.generation_batches,
+            args.batches_per_step,
             rows_flag="--per_device_generation_batch_size",
             what="prompt data",
         )

@@ -199,7 +199,7 @@ def _add_generation(run: Run, time: PhaseTime, machines: Machines) -> None:
     num_samples = num_prompts * args.num_samples_per_prompt
     prompt = args.max_prompt_seq_len
     answer = args.max_answer_seq_len
-    batches = args.generation_batches
+    batches = args.batches_per_step
     prefill_flops = flops.of_pass(
         num_prompts * prompt, num_prompts * prompt**2, num_prompts, is_training=False
     )

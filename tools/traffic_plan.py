@@ -156,11 +156,11 @@ def plan_generation(run: Run) -> Phase:
     if run.gathers_by_layer:
         prefill_passes = math.ceil(num_prompts * args.max_prompt_seq_len / PREFILL_TOKENS)
         passes = max(prefill_passes, rounds) + rounds * (args.max_answer_seq_len - 1)
-        phase.gather_weights(run, run.actor, passes * args.generation_batches)
+        phase.gather_weights(run, run.actor, passes * args.batches_per_step)
     sums = 2 * (2 * model.num_layers + 1) * model.hidden_size  # per token, by all-reduces
     num_sampled_from = num_prompts + num_samples * (args.max_answer_seq_len - 1)
     num_processed = num_sampled_from + num_prompts * (args.max_prompt_seq_len - 1)
     num_bytes = (num_processed * sums + num_sampled_from * model.head.weight.shape[0]) * run.num_bytes
     stride = 1 if run.has_contiguous_groups else run.num_ranks // t
-    phase.gather(run, t, num_bytes * args.generation_batches, stride=stride)
+    phase.gather(run, t, num_bytes * args.batches_per_step, stride=stride)
     return phase

@@ -46,6 +46,18 @@ def one_step(ppo):
     return ppo(max_train_steps=1, reward_clip=0)
 
 
+def test_an_optimizer_step_takes_several_generated_batches(ppo, capfd):
+    """As in DeepSpeed-Chat, where --gradient_accumulation_steps goes on over them."""
+    size = {"per_device_generation_batch_size": 4, "per_device_training_batch_size": 4}
+    by_accumulation = ppo(**size, gradient_accumulation_steps=6, generation_batches=2)
+    assert "= 24 samples: a PPO step generates 6 batches" in capfd.readouterr().err
+    by_batches = ppo(**size, gradient_accumulation_steps=6, generation_batches=6)
+    assert "PPO step generates" not in capfd.readouterr().err
+    for name in ("policy/loss", "value/grad_norm", "objective/score", "rollout/response_tokens"):
+        curve = read_curve(by_accumulation, name)
+        assert curve == read_curve(by_batches, name) and len(curve) == 2, name
+
+
 # ---- before anything is learned, everything agrees
 
 

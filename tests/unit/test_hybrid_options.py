@@ -52,6 +52,10 @@ ENABLED = "--enable_hybrid_engine "
             "--per_device_generation_batch_size 12 --per_device_training_batch_size 8",
             ["--num_samples_per_prompt 1 = 12 samples per rank must be a multiple of", "_steps 1 = 8"],
         ),
+        (
+            "--per_device_generation_batch_size 12 --per_device_training_batch_size 18",
+            ["--num_samples_per_prompt 1 = 12 samples per rank must be a multiple of", "_steps 1 = 18"],
+        ),
         ("--old_logprobs strict --rollout_staleness 1", ["--old_logprobs strict", "use --old_logprobs auto"]),
         (
             ENABLED + "--inference_tp_size 2 --unpin_actor_parameters --actor_zero_stage 3",
