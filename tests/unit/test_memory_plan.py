@@ -91,6 +91,14 @@ def test_gradients_are_whole_under_stage_1_and_a_part_under_stage_2():
         assert items(more, "train policy", "backward")["gradients"] == 2 * NUM_350M * kept
 
 
+def test_reduction_under_stage_3_holds_the_gradient_of_the_largest_module():
+    plan = plan_sft(OPT_350M, "--zero_stage", "3", "--num_gpus", "4")
+    backward, reduce = (
+        items(plan, "train policy", verb)["gathered weights"] for verb in ("backward", "reduce")
+    )
+    assert reduce - backward == 2 * 50272 * 512  # the embedding's
+
+
 def test_the_gradients_of_actor_and_critic_wait_for_one_another():
     plan = plan_ppo("--actor_zero_stage", "2", "--critic_zero_stage", "2", "--num_gpus", "4")
     waiting = {
