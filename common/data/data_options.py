@@ -28,7 +28,6 @@ class DataOptions:
 
     data_path: list[str]
     stage: int  # 1 SFT, 2 reward model, 3 PPO
-    data_weights: list[float] = field(default_factory=list)  # one for each of data_path, or none
     data_split: str = "2,4,4"
     sft_only_data_path: list[str] = field(default_factory=list)  # all rows are used, by step 1 only
     max_tokens: int = 512  # limit of prompt and response; in step 3, of the prompt
@@ -43,6 +42,7 @@ class DataOptions:
     num_stored_epochs: int = 16  # epochs of stored pairs, for prompts above --max_pairs_per_prompt
     is_unpaired: bool = False  # step 2 learns from single rated answers
     is_scored: bool = False  # step 2 trains a reward model, which sees the whole rendered text
+    data_weights: list[float] = field(default_factory=list)  # one for each of data_path, or none
 
     @classmethod
     def of(cls, args: Any, stage: int, **changes: Any) -> Self:
@@ -81,14 +81,11 @@ class DataOptions:
             problems.append(str(error))
         if not self.data_path and not (self.stage == 1 and self.sft_only_data_path):
             problems.append("--data_path names no data; give at least one file, folder or data set")
-        given = " ".join(f"{weight:g}" for weight in self.data_weights)
         if self.data_weights and len(self.data_weights) != len(self.data_path):
             problems.append(
-                f"--data_weights {given}: {len(self.data_weights)} weights, but --data_path has "
+                f"--data_weights has {len(self.data_weights)} weights, but --data_path has "
                 f"{len(self.data_path)} entries; give one for each, in their order"
             )
-        if not all(0 < weight < float("inf") for weight in self.data_weights):
-            problems.append(f"--data_weights {given}: a weight must be above 0; leave a source out instead")
         if not self.score_column:
             problems.append("--score_column '' names no column; helpfulness is the default")
         for part in filter(None, self.columns.split(",")):

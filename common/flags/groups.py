@@ -48,6 +48,7 @@ class DataArguments(SourceArguments):
         [],
         "weight of each --data_path, in their order: with 3 0.5 an epoch has the rows of the first three "
         "times, and half of those of the second, another half in each epoch; empty: every row once",
+        above=0,
     )
     eval_fraction: float = flag(
         0.05,

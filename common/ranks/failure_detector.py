@@ -98,6 +98,11 @@ class FailureDetector(threading.Thread):
         with contextlib.suppress(dist.DistError):  # the monitoring thread finds the cause
             self._beat(self.main_store)
 
+    def read_rank_0(self) -> None:
+        """Wait for rank 0's first heartbeat: to end it if it stalls, its process must be known before."""
+        self.store.wait(["beat/0"])
+        self._read([0])
+
     def report_failure(self, text: str) -> None:
         """Shut down all ranks because this rank failed."""
         self._is_over.set()

@@ -96,6 +96,7 @@ def start(store: dist.Store, rank: int, world_size: int, collective_timeout: flo
     stores = tuple(dist.PrefixStore("triptych", store.clone()) for _ in range(2))
     _detector = FailureDetector(rank, world_size, collective_timeout, lambda: str(_position), stores)
     _detector.send_position()  # a rank without a first heartbeat is not monitored
+    _detector.read_rank_0()
     _detector.start()
     # For programs that do not use run_program.
     atexit.register(lambda: say_goodbye(int(hasattr(sys, "last_value"))))

@@ -218,7 +218,7 @@ def test_ranks_that_compute_together_forget_their_graphs_together(tmp_path):
 @pytest.mark.parametrize("family", ["llama", "bloom", "gemma2"])
 @pytest.mark.parametrize("on_tokens", [None, lambda sample, ids: False], ids=["rollout", "chat"])
 def test_the_host_waits_once_a_look(family, on_tokens, monkeypatch):
-    seen = {"_admit": [], "_decode": [], "_look": [], "_retire": []}
+    seen = {"_admit": [], "_decode": [], "_finished_slots": [], "_retire": []}
 
     def watch(name):
         method = getattr(_DecodeLoop, name)
@@ -238,7 +238,7 @@ def test_the_host_waits_once_a_look(family, on_tokens, monkeypatch):
             watch(name)
         generator.generate(PromptBatch(*prompts("cuda", 8)), SAMPLING, on_tokens=on_tokens)
     waits = {name: {num for num, _ in rows} for name, rows in seen.items()}
-    assert waits["_look"] == {1} and waits["_decode"] == waits["_retire"] == {0}
+    assert waits["_finished_slots"] == {1} and waits["_decode"] == waits["_retire"] == {0}
     assert 0 in waits["_admit"] and max(waits["_admit"]) <= 2, (
         "transformers asks twice whether a mask is full"
     )

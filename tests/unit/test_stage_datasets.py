@@ -237,18 +237,12 @@ def test_data_weights_are_of_each_path_and_keep_the_shares_apart(write_rows, bui
     assert any(f"about 25 rows of {paths[1]}: 0.5 x the 50 of step 1" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ([1.0], "--data_weights 1: 1 weights, but --data_path has 2 entries"),
-        ([1.0, 0.0], "--data_weights 1 0: a weight must be above 0; leave a source out"),
-        ([-2.0, 1.0], "--data_weights -2 1: a weight must be above 0"),
-        ([1.0, float("nan")], "--data_weights 1 nan: a weight must be above 0"),
-    ],
-)
-def test_bad_data_weights_are_named(weights, message, write_rows, options):
+def test_data_weights_of_another_number_than_paths_are_named(write_rows, options):
     paths = [write_rows(answers(9), name) for name in ("a.jsonl", "b.jsonl")]
-    assert message in " ".join(check_sources(options(paths, 1, data_weights=weights)))
+    (problem,) = check_sources(options(paths, 1, data_weights=[1.0]))
+    assert problem.startswith(
+        "--data_weights has 1 weights, but --data_path has 2 entries; give one for each"
+    )
 
 
 def test_data_weights_refuse_a_cache_that_does_not_count_sources(write_rows, build):
