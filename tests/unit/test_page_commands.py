@@ -3,6 +3,7 @@
 tests/programs/test_readme_commands.py runs those of the README.
 """
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -83,6 +84,9 @@ def script_problems(place: str, words: list[str]) -> list[str]:
         words = [*step_flags(short, find_row(model, machine)), *words]
     if step is None:
         return []
+    positions = re.search(r"^POSITIONS=\((.*)\)$", (ROOT / place).read_text(), re.MULTILINE)
+    for _ in positions[1].split() if positions else ():
+        words = words[1:] if words and not words[0].startswith("-") else words
     # The script itself gives the models.
     return [p for p in flag_problems(f"{step}/main.py", words) if "is required: " not in p]
 
@@ -100,6 +104,10 @@ def test_a_command_of_a_page_is_taken(command):
         ("python -m tools.check_date --stage 1", "does not exist"),
         ("python step1_sft/main.py ... --nope 1", "unknown flag --nope"),
         ("bash training_scripts/step1_sft/opt/single_node/run_1.3b.sh --nope 1", "unknown flag --nope"),
+        (
+            "bash training_scripts/step1_sft/opt/single_node/run_1.3b.sh out 2 more",
+            "unexpected argument 'more'",
+        ),
         ("python benchmarks/bench_train.py --nope", "has no --nope"),
         ("rm x", "rm is no program"),
     ],
