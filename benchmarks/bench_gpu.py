@@ -52,14 +52,19 @@ BATCH_SIZES = (1, 8, 16, 32)
 PROMPT_TOKENS = 256
 NEW_TOKENS = 128
 COPIED_BYTES = 2**30
-CHECKPOINTING = {"actor_gradient_checkpointing": True, "critic_gradient_checkpointing": True}
+FOUR_PASSES: dict[str, Any] = {
+    "num_prompts": 16,
+    "per_device_training_batch_size": 4,
+    "gradient_accumulation_steps": 4,
+    "actor_gradient_checkpointing": True,
+    "critic_gradient_checkpointing": True,
+}
 PPO_CASES: dict[str, dict[str, Any]] = {
     "8 prompts, one pass": {"num_prompts": 8, "per_device_training_batch_size": 8},
     "16 prompts, one pass": {"num_prompts": 16, "per_device_training_batch_size": 16},
-    "16 prompts, 4 passes, checkpointing": CHECKPOINTING
-    | {"num_prompts": 16, "per_device_training_batch_size": 4, "gradient_accumulation_steps": 4},
+    "16 prompts, 4 passes, checkpointing": FOUR_PASSES,
 }
-LORA = {"16 prompts, 4 passes, LoRA": list(PPO_CASES.values())[-1] | {"actor_lora_dim": 64}}
+LORA = {"16 prompts, 4 passes, LoRA": FOUR_PASSES | {"actor_lora_dim": 64}}
 TINY = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_hidden_layers": 2}
 TINY |= {"num_attention_heads": 4, "vocab_size": VOCABULARY}
 GIB = 2**30
@@ -147,13 +152,9 @@ def plan(flags: dict[str, Any]) -> MemoryPlan:
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(distributed.device()).total_memory
         machine = {"gpu": "h100-80g", "gpu_memory_gib": memory / GIB}
-    given = {name: value for name, value in flags.items() if name != "num_prompts"}
-    step = {
-        "stage": 3,
-        "enable_hybrid_engine": True,
-        "per_device_generation_batch_size": flags["num_prompts"],
-    }
-    return MemoryPlan(plan_run(given | step | machine))
+    step = flags | {"stage": 3, "enable_hybrid_engine": True}
+    step["per_device_generation_batch_size"] = step.pop("num_prompts")
+    return MemoryPlan(plan_run(step | machine))
 
 
 def run_case(flags: dict[str, Any], num_runs: int) -> dict[str, Any]:

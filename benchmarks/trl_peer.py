@@ -14,8 +14,8 @@ training, the last message is `history`: the trainer's log.
                 model, one optimizer step of all responses. It reports the same as ppo
 With `length`, sft and reward train a short step that allocates the optimizer's moments, then the measured
 one, and report `peak_bytes` first: gradients, activations, logits; no weights, no moments.
-Attention is torch's (sdpa): FlashAttention needs a GPU and a build of its own, and flex_attention has no
-backward pass on a CPU. Where there is a GPU it trains there.
+Attention is torch's (sdpa): FlashAttention needs a GPU and must be compiled, and flex_attention has no
+backward pass on a CPU. It trains on a GPU if there is one.
 """
 
 import json

@@ -4,6 +4,7 @@ import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from operator import itemgetter
 
 import numpy as np
 import pytest
@@ -240,12 +241,6 @@ def test_groups_are_kept_together_by_hand():
 GROUPS = [0] * 7 + [1, 2, 2, 3, 3, 3] + [4] * 3 + list(range(5, 20))  # 31 rows
 
 
-def sorted_like(rows: list[dict], others: list[dict]) -> list[dict]:
-    """The rows, in the order of the others if both have the same ones."""
-    key = lambda row: row["row"]  # noqa: E731
-    return others if sorted(rows, key=key) == sorted(others, key=key) else rows
-
-
 def draw_epochs(rows: int, world_size: int, num_steps: int, sources=(), **more) -> list[list[dict]]:
     """The rows of the first steps over all ranks, each with its weight."""
     steps: list[list[dict]] = [[] for _ in range(num_steps)]
@@ -318,7 +313,10 @@ def test_weights_keep_groups_together_and_the_rows_of_all_ranks():
     steps = draw_epochs(9, 1, 12, **more)
     order = EpochOrder(31, RowPlan(1), 3, Groups(GROUPS, 3, SOURCES))
     assert len(order) == WEIGHTED_ROWS
-    assert steps == [sorted_like(step, steps[i]) for i, step in enumerate(draw_epochs(3, 3, 12, **more))]
+    of_ranks, of_one = (
+        [sorted(step, key=itemgetter("row")) for step in s] for s in (draw_epochs(3, 3, 12, **more), steps)
+    )
+    assert of_ranks == of_one
     rows = order.epoch(0).tolist()
     places = [[i for i, row in enumerate(rows) if row == of_pair] for of_pair in (8, 9)]
     assert len(places[0]) == 2 and [i + 1 for i in places[0]] == places[1], "a pair is together, twice"
