@@ -11,9 +11,10 @@ Sections; the ways of each take turns in one run:
   zero3   the chat prompts on two ranks of ZeRO 3: generate on sharded weights, generate on gathered ones
           (a plain module, no hooks), the hybrid engine with its switch
   single  the first prompt only: the weights' bytes per token times tokens/s, over copy bandwidth
-The model is a random Llama (6 layers, hidden 256, vocabulary 8192, fp32). Response lengths are prescribed, as
-if EOS were at that position, because random weights do not produce meaningful EOS tokens. The last line is a
-JSON object; its `ratio` is our best over transformers' best on the chat lengths.
+The model is a random Llama (6 layers, hidden 256, vocabulary 8192, fp32; on a GPU SmolLM2-135M's shape in
+bf16, and zero3 needs two GPUs). Response lengths are prescribed, as if EOS were at that position, because
+random weights do not produce meaningful EOS tokens. The last line is a JSON object; its `ratio` is our best
+over transformers' best on the chat lengths.
 
 # B prompts, P prompt, R response
 """
@@ -44,11 +45,12 @@ from benchmarks.measuring import (
     timed,
 )
 from benchmarks.several_ranks import run_ranks
-from benchmarks.workload import TINY, size_of, small_llama_config
+from benchmarks.workload import size_of, sizes_here, small_llama_config
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator, PromptBatch
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
 from common.generation.inference_module import share_weights
+from common.models.loading import DTYPES
 from common.models.model_flops import ModelFlops
 from common.ranks import distributed
 
@@ -196,7 +198,8 @@ def compare(model: Any, work: Workload, num_runs: int, title: str, *, with_deeps
     flops = ModelFlops(model, model.lm_head).of_generation(*lengths, num_samples=1) / int(lengths[1].sum())
     for name, rate in rates.items():
         shares.add(name, flops * rate["median"])
-    return results | shares.facts()
+    _, dtype = sizes_here(is_quick=False)
+    return results | shares.facts(dtype)
 
 
 def run_single(model: Any, work: Workload, num_runs: int, *, is_quick: bool) -> dict[str, Any]:
@@ -256,9 +259,10 @@ def main() -> None:
     """Run all sections."""
     args = read_args(__doc__, 5)
     torch.manual_seed(0)
-    shape = TINY if args.quick else {"num_hidden_layers": 6}
+    shape, dtype = sizes_here(is_quick=args.quick)
+    shape = shape or {"num_hidden_layers": 6}
     model = LlamaForCausalLM(small_llama_config(tie_word_embeddings=True, **shape)).eval()
-    model.to(distributed.device())
+    model.to(distributed.device(), DTYPES[dtype])
     work = chat_workload(is_quick=args.quick)
     lengths = work.lengths
     fixed = Workload(work.prompt_ids, work.prompt_mask, torch.full_like(lengths, FIXED_TOKENS))
@@ -268,13 +272,14 @@ def main() -> None:
     title = f"fixed: {len(lengths)} prompts, {FIXED_TOKENS} tokens each"
     results["fixed"] = compare(model, fixed, args.runs, title, with_deepspeed=False)
     results["single"] = run_single(model, work, args.runs, is_quick=args.quick)
-    results["zero3"] = run_zero3(model, args.runs, is_quick=args.quick)
+    if torch.cuda.device_count() != 1:
+        results["zero3"] = run_zero3(model, args.runs, is_quick=args.quick)
     print_result(
         "generate",
         best(results["chat"]["rates"], "ours"),
         best(results["chat"]["rates"], "generate"),
         runs=args.runs,
-        model=f"random Llama, {size_of(**shape)}",
+        model=f"random Llama, {size_of(dtype, **shape)}",
         sections=results,
     )
 

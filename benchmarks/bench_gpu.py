@@ -16,7 +16,6 @@ With --quick the models are tiny, and a CPU is enough. The last line is a JSON o
 lower bound over the time of a token step at batch 1.
 """
 
-import gc
 import sys
 import tempfile
 from pathlib import Path
@@ -31,6 +30,7 @@ from benchmarks.bench_ppo_step import our_step
 from benchmarks.measuring import (
     begin,
     copy_bandwidth,
+    in_new_process,
     plan_run,
     print_rates,
     print_result,
@@ -44,6 +44,7 @@ from common.generation.generate import Generator, PromptBatch
 from common.generation.inference_module import share_weights
 from common.generation.kv_cache import kv_bytes_per_token
 from common.models.loading import DTYPES
+from common.programs import startup
 from common.ranks import distributed
 from tools.memory_plan import MemoryPlan
 from tools.planned_run import known_config
@@ -158,11 +159,12 @@ def plan(flags: dict[str, Any]) -> MemoryPlan:
 
 
 def run_case(flags: dict[str, Any], num_runs: int) -> dict[str, Any]:
-    """Seconds of a PPO step, those of its phases, and its measured and planned peaks of memory in GiB."""
-    gc.collect()  # frees earlier models
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    """Seconds of a PPO step, those of its phases, and its measured and planned peaks of memory in GiB.
+
+    The process must be a new one: DeepSpeed's hooks keep the models of an engine on a GPU.
+    """
+    startup.quiet_libraries()
+    distributed.start()
     generator = torch.Generator().manual_seed(1)
     size = (64, flags["max_prompt_seq_len"])
     rows = torch.randint(FIRST_ID, VOCABULARY, size, generator=generator).tolist()
@@ -182,6 +184,7 @@ def run_case(flags: dict[str, Any], num_runs: int) -> dict[str, Any]:
         for name, value in metrics.items()
         if name.startswith("perf/") and name.endswith("_seconds")
     }
+    distributed.stop()
     return results
 
 
@@ -198,7 +201,7 @@ def run_ppo(args: Any) -> dict[str, Any]:
         fitting = {name: flags for name, flags in cases.items() if plan(flags).fits}
         if not fitting:
             fitting = {name: ppo_flags(folder, case, is_quick=args.quick) for name, case in LORA.items()}
-        results = {name: run_case(flags, args.runs) for name, flags in fitting.items()}
+        results = {name: in_new_process(run_case, flags, args.runs) for name, flags in fitting.items()}
     print("\na PPO step, seconds")
     columns = ("median", "low", "high", "peak_gib", "planned_gib", "mfu")
     print_table([{"case": name} | {c: of.get(c, "") for c in columns} for name, of in results.items()])

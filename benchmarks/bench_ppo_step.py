@@ -4,10 +4,10 @@
 python benchmarks/bench_ppo_step.py --trl_python DIR/bin/python [--algorithm grpo] [--quick]
 
 DIR is made by `bash benchmarks/make_peer_env.sh trl-1.12 DIR`: the last release with a PPOTrainer. Both sides
-load the same models (4 layers, hidden 256, vocabulary 8192, fp32; workload.py), take 16 prompts per step with
-the lengths of a chat data set, 256 tokens at most, sample responses of up to 64 tokens with the lengths of
-real ones, take 4 optimizer steps each for actor and critic, and run one thread each, in turns. TRL does not
-clip gradients, and pads every response to 64.
+load the same models (4 layers, hidden 256, vocabulary 8192, fp32; on a GPU SmolLM2-135M's shape in bf16;
+workload.py), take 16 prompts per step with the lengths of a chat data set, 256 tokens at most, sample
+responses of up to 64 tokens with the lengths of real ones, take 4 optimizer steps each for actor and critic,
+and run one thread each, in turns. TRL does not clip gradients, and pads every response to 64.
 
   ours                 --enable_hybrid_engine --packed, as in the launch scripts
   ours, cut by rows    without --packed
@@ -39,7 +39,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.measuring import PeakShares, Peer, begin, print_rates, print_result, take_turns
-from benchmarks.workload import TINY, ppo_prompts, save_models, size_of
+from benchmarks.workload import ppo_prompts, save_models, size_of, sizes_here
 from common.data.global_batches import GlobalBatches, RowPlan
 from common.data.packed_batch import collate_prompts
 from common.data.stage_datasets import StageData
@@ -117,7 +117,7 @@ def main() -> None:
     num_samples = NUM_SAMPLES if is_grpo else 1
     other = "ours, prompts apart" if is_grpo else "ours, cut by rows"
     torch.set_num_threads(1)
-    sizes = TINY if args.quick else {}
+    sizes, dtype = sizes_here(is_quick=args.quick)
     shares = PeakShares()
     tokens: dict[str, list[float]] = {name: [] for name in ("ours", other, "trl", "labels only")}  # per step
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -134,7 +134,7 @@ def main() -> None:
             "algorithm": args.algorithm,
             "ppo_epochs": 1 if is_grpo else PPO_EPOCHS,
             "kl_coef": 0.05,
-            "dtype": "fp32",
+            "dtype": dtype,
         }
         plain = {"packed": True, "no_share_prompts": True} if is_grpo else {"packed": False}
         steps = {
@@ -149,7 +149,7 @@ def main() -> None:
         if args.trl_python:
             rows_file = Path(folder, "prompts.json")
             rows_file.write_text(json.dumps(prompts))
-            task = {"task": args.algorithm, "rows": str(rows_file), "models": folder}
+            task = {"task": args.algorithm, "rows": str(rows_file), "models": folder, "dtype": dtype}
             for name in ("trl", "labels only")[: 1 + is_grpo]:
                 only = name == "labels only"
                 peer = Peer(args.trl_python, **task, accumulation=num_samples, labels_only=only)
@@ -161,7 +161,7 @@ def main() -> None:
     print_rates(title, rates, peer, "seconds", is_lower_better=True)
     for name in rates:
         print(f"{name}: {statistics.fmean(tokens[name]):.1f} response tokens a step")
-    facts = shares.facts()
+    facts = shares.facts(dtype)
     names = {"trl": args.algorithm, "labels only": "grpo_labels_only"}
     ratios = {
         names[name]: round(rate["median"] / rates["ours"]["median"], 4)
@@ -175,7 +175,7 @@ def main() -> None:
         is_lower_better=True,
         ratios=ratios or None,
         runs=args.runs,
-        model=f"random Llamas, {size_of(**sizes)}; 16 prompts x {num_samples}, up to 64 tokens",
+        model=f"random Llamas, {size_of(dtype, **sizes)}; 16 prompts x {num_samples}, up to 64 tokens",
         max_prompt=MAX_PROMPT,
         rates=rates,
         **facts,

@@ -23,7 +23,6 @@ between tensors.
 """
 
 import contextlib
-import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -38,7 +37,6 @@ from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from pretended_streams import Graph, Stream, StreamEvent, on_stream
 from pretended_tensors import Event, Operations, PretendedGpu, caller, gpus, now
 from torch import Tensor
-from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
@@ -312,35 +310,33 @@ def _process_groups(gpu: PretendedGpu) -> dict[str, Any]:
     }
 
 
-def _varlen_attention(gpu: PretendedGpu) -> Callable[..., Tensor]:
+def _varlen_kernel(gpu: PretendedGpu) -> Callable[..., tuple[Tensor]]:
     """Return torch's kernel for sequences end to end, one attention a sequence: (N, H, D), as a CPU sums."""
+    known = {argument.name for argument in attention.varlen_kernel.default._schema.arguments}
 
-    signature = inspect.signature(varlen.varlen_attn)
-
-    def attend(*args: Any, **kwargs: Any) -> Tensor:
-        signature.bind(*args, **kwargs)  # the installed torch takes these arguments
-        return compute(*args, **kwargs)
-
-    def compute(
+    def attend(
         query: Tensor, key: Tensor, value: Tensor, starts: Tensor, key_starts: Tensor, longest: int,
-        longest_key: int, *, scale: float | None, window_size: tuple[int, int], enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
-        if not attention.HAS_GQA_ARGUMENT:
-            enable_gqa = query.shape[1] != key.shape[1]
+        longest_key: int, **options: Any,
+    ) -> tuple[Tensor]:  # fmt: skip
+        assert options.keys() <= known  # the installed torch takes these arguments
+        assert query.shape[-1] % 8 == 0, "the kernel does not pad heads"
+        window, is_causal = options["window_size_left"], options["is_causal"]
+        assert is_causal == (window < 0) and not options["window_size_right"] + options["dropout_p"]
+        is_grouped = query.shape[1] != key.shape[1]
         with gpu.quiet():
             lengths, key_lengths = starts.diff().tolist(), key_starts.diff().tolist()
         assert (longest, longest_key) == (max(lengths), max(key_lengths)), "rubbish, or too much memory"
         states = [x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)]
         pieces = (x.split(n, 2) for x, n in zip(states, (lengths, key_lengths, key_lengths), strict=True))
-        outputs, left = [], window_size[0] if window_size[0] >= 0 else max(key_lengths)
+        outputs, left = [], max(key_lengths) if is_causal else window
         for q, k, v in zip(*pieces, strict=True):
             positions = torch.arange(k.shape[2], device=query.device)
             back = positions[k.shape[2] - q.shape[2] :].unsqueeze(1) - positions
             is_plain = q.shape[2] == k.shape[2] and left + 1 >= k.shape[2]
             mask = None if is_plain else (back >= 0) & (back <= left)
-            how = {"is_causal": is_plain, "scale": scale, "enable_gqa": enable_gqa}
+            how = {"is_causal": is_plain, "scale": options["scale"], "enable_gqa": is_grouped}
             outputs.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, **how))
-        return torch.cat(outputs, 2)[0].transpose(0, 1)
+        return (torch.cat(outputs, 2)[0].transpose(0, 1),)
 
     return attend
 
@@ -376,7 +372,7 @@ def pretended_gpu(capability: tuple[int, int] = (8, 0), memory_gib: float = 24.0
         stack.enter_context(mock.patch.object(torch.autograd, "has_torch_function", lambda _: False))
         stack.enter_context(mock.patch.object(Tensor, "_reduce_ex_internal", refuse_pickle))
         stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *_: None))
-        stack.enter_context(mock.patch.object(varlen, "varlen_attn", _varlen_attention(gpu)))
+        stack.enter_context(mock.patch.object(attention, "varlen_kernel", _varlen_kernel(gpu)))
         stack.enter_context(Operations(gpu))
         # Not one of the answers: it looks at the stream first.
         stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *_: None))

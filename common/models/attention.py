@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import varlen
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -41,8 +40,8 @@ VARLEN_ATTENTION = "triptych_varlen"
 FLASH_ATTENTION = "flash_attention_2"
 KERNELS = (VARLEN_ATTENTION, FLASH_ATTENTION)
 KERNELS_FROM = (8, 0)  # compute capability of Ampere
-# Older versions of torch's kernel take fewer heads of keys than of queries without this argument.
-HAS_GQA_ARGUMENT = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+# The kernel of torch's varlen_attn without its custom operator, which costs the host 0.2 ms a call.
+varlen_kernel = torch.ops.aten._flash_attention_forward
 ATTENDS = {"full_attention", "sliding_attention"}  # layer types without a recurrent state
 # Names of attention's output projections, and of query projections that are not fused with keys or values.
 PROJECTIONS = {"q_proj", "o_proj", "out_proj", "dense", "c_proj", "Wo"}
@@ -207,20 +206,22 @@ def attend_packed(
         options = {"scaling": scaling, "dropout": dropout, **kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     key, value = packing.keys_of(key), packing.keys_of(value)
-    options = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-    if query.is_cuda and not dropout:  # torch's kernel has no dropout
-        if not HAS_GQA_ARGUMENT:
-            del options["enable_gqa"]
-        output = varlen.varlen_attn(
+    if query.is_cuda and not dropout:  # dropout is left to sdpa
+        output, *_ = varlen_kernel(
             *(x[0].transpose(0, 1) for x in (query, key, value)),
             packing.starts,
             packing.key_starts,
             max(packing.lengths),
             max(packing.key_lengths),
-            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-            **options,
+            dropout_p=0.0,
+            is_causal=sliding_window is None,
+            return_debug_mask=False,
+            scale=scaling,
+            window_size_left=-1 if sliding_window is None else sliding_window - 1,
+            window_size_right=0,
         )
         return output.unsqueeze(0), None
+    options = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     # Segment by segment; a narrowed last layer computes only the slots in `packing.read`.
     read = packing.read if narrowed_modules(module) else None
     rows = [None] * len(packing.lengths) if read is None else packing.rows_read

@@ -1,9 +1,8 @@
 """Kernels under transformers' models on a pretended GPU, in bf16, against plain attention in fp32.
 
-flash-attn is the stand-in of tests/fakes, and torch's varlen_attn goes through it: both check what they get.
+flash-attn is the stand-in of tests/fakes, torch's kernel that of pretended_gpu.py: both check what they get.
 """
 
-import inspect
 from unittest import mock
 
 import pytest
@@ -13,7 +12,6 @@ from deepspeed.accelerator import real_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from pretended_gpu import pretended_gpu
 from tiny_configs import CONFIGS, tiny_config
-from torch.nn.attention import varlen
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -105,27 +103,12 @@ def test_a_family_computes_with_flash_attn_what_it_computes_without(
     assert is_near(logprobs, torch.stack([answer_logprobs(plain, row) for row in rows]))
 
 
-VARLEN = inspect.signature(varlen.varlen_attn)
-
-
-def attend_by_torch(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, **gqa):
-    """Stand in for torch's varlen_attn, which has flash-attn's kernel, and none of its padding of heads."""
-    from flash_attn import flash_attn_varlen_func
-
-    VARLEN.bind(query, key, value, cu_q, cu_k, max_q, max_k, scale=scale, window_size=window_size, **gqa)
-    is_grouped = {"enable_gqa": query.shape[1] != key.shape[1]}
-    assert query.shape[-1] % 8 == 0 and gqa == (is_grouped if "enable_gqa" in VARLEN.parameters else {})
-    starts = (cu_q, cu_k, max_q, max_k)
-    return flash_attn_varlen_func(query, key, value, *starts, softmax_scale=scale, window_size=window_size)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_a_family_computes_with_torchs_kernel_what_it_computes_without(
-    family, tiny_model_folder, install_flash_attn, monkeypatch
+    family, tiny_model_folder, install_flash_attn
 ):
     folder = tiny_model_folder(family)
-    monkeypatch.setattr("common.models.attention.varlen.varlen_attn", attend_by_torch)
     with pretended_gpu():
         install_flash_attn("flash-attn-4")  # which is not used
         model = load_causal_lm(ModelOptions(folder, "bf16"), 320).to("cuda").eval()
