@@ -72,10 +72,14 @@ class RoleSpec:
         return self.flags.model_name_or_path
 
     @property
+    def is_reward(self) -> bool:
+        """Whether it is a reward model."""
+        return self.is_value_model and not self.is_trained
+
+    @property
     def label(self) -> str:
         """Name of the role in messages."""
-        is_plain = self.is_trained or not self.is_value_model or self.name == "reward"
-        return self.name if is_plain else f"reward {self.name}"
+        return f"reward {self.name}" if self.is_reward else self.name
 
     @property
     def is_offloaded(self) -> bool:
@@ -116,6 +120,12 @@ def default_critic(args: Any) -> str:
     return args.critic_model_name_or_path or default
 
 
+def default_rewards(args: Any) -> list[RewardSpec]:
+    """The reward model of a run without rewards of its own: the critic's model; [] without that."""
+    path = args.critic_model_name_or_path
+    return [RewardSpec("model", path, 1.0, "model")] if path else []
+
+
 def build_role_specs(args: Any, rewards: Sequence[RewardSpec], *, has_critic: bool) -> list[RoleSpec]:
     """Actor, reference or teacher, critic and reward models, in this order.
 
@@ -135,7 +145,14 @@ def build_role_specs(args: Any, rewards: Sequence[RewardSpec], *, has_critic: bo
         ),
     ]
     if has_critic:
-        specs.append(_trained_spec(args, "critic", args.critic, is_value_model=True))
+        specs.append(
+            _trained_spec(
+                args,
+                "critic",
+                replace(args.critic, model_name_or_path=default_critic(args)),
+                is_value_model=True,
+            )
+        )
     for reward in (reward for reward in rewards if reward.kind == "model"):
         spec = RoleSpec(
             reward.name,

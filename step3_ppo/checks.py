@@ -26,7 +26,14 @@ from common.ranks import distributed
 from common.runs.export import read_metadata
 from step3_ppo.algorithms import Algorithm, fill_defaults, find_algorithm, unused_flags
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.build_roles import build_role_specs, default_critic, describe_bases, fill_ranks
+from step3_ppo.build_roles import (
+    RoleSpec,
+    build_role_specs,
+    default_critic,
+    default_rewards,
+    describe_bases,
+    fill_ranks,
+)
 from step3_ppo.environments import KIND, import_environment
 from step3_ppo.policy_losses import PolicyLossFunction, build_policy_loss
 from step3_ppo.rewards.reward_specs import RewardSpec, check_rewards
@@ -76,32 +83,29 @@ def check_start_up(description: str, argv: Sequence[str] | None = None) -> PPOSt
         unused = ", ".join(f"--{name}" for name in unused_flags(algorithm, given_flags(start.argv)))
         start.notes += [f"--algorithm {algorithm.name} does not use {unused}"] if unused else []
     start.rewards = find_rewards(args, start.algorithm, problems)
-    start.tokenizer = check_models(args, start.algorithm, start.rewards, problems)
-    has_critic = start.algorithm is not None and start.algorithm.needs_critic
+    has_critic = start.algorithm is None or start.algorithm.needs_critic
     specs = build_role_specs(args, start.rewards, has_critic=has_critic)
+    start.tokenizer = check_models(args, specs, problems)
     start.notes += describe_bases(args, specs, problems)
     if args.batches_per_step > args.generation_batches:
         start.notes.append(
             f"an optimizer step takes --per_device_training_batch_size x --gradient_accumulation_steps = "
             f"{args.samples_per_update} samples: a PPO step generates {args.batches_per_step} batches"
         )
-    start.frozen = frozen_models(args, start.rewards)
+    start.frozen = frozen_models(specs, start.rewards)
     check_evaluation(args, start.options, start.rewards, problems, start.tokenizer)
     startup.finish_checks(start, "--actor_model_name_or_path")
     startup.print_note(*reward_warnings(args, start.rewards))
     return start
 
 
-def frozen_models(args: PPOArguments, rewards: list[RewardSpec]) -> dict[str, str]:
+def frozen_models(specs: list[RoleSpec], rewards: list[RewardSpec]) -> dict[str, str]:
     """Path of each frozen model, the base of adapters included, by its flag."""
     paths = {f"--reward {s.kind}:{s.target}": s.target for s in rewards if s.kind in ("model", "classifier")}
-    if args.teacher_model_name_or_path:
-        paths["--teacher_model_name_or_path"] = args.teacher_model_name_or_path
-    for role, flags in (("actor", args.actor), ("critic", args.critic)):
-        path = flags.model_name_or_path
-        is_reference = role == "actor" and not args.teacher_model_name_or_path
-        if path and (is_reference or flags.lora_dim or is_adapter(path)):
-            paths[f"--{role}_model_name_or_path"] = path
+    for spec in specs:
+        has_frozen_weights = not spec.is_trained or spec.flags.lora_dim or is_adapter(spec.path)
+        if has_frozen_weights and not spec.is_reward:
+            paths[spec.flag] = spec.path
     return paths
 
 
@@ -286,7 +290,7 @@ def find_rewards(args: PPOArguments, algorithm: Algorithm | None, problems: Prob
             "--critic_model_name_or_path"
         )
         return []
-    return [RewardSpec("model", path, 1.0, "model")]
+    return default_rewards(args)
 
 
 def reward_warnings(args: PPOArguments, rewards: list[RewardSpec]) -> list[str]:
@@ -314,56 +318,49 @@ def reward_warnings(args: PPOArguments, rewards: list[RewardSpec]) -> list[str]:
     return lines
 
 
-def check_models(
-    args: PPOArguments, algorithm: Algorithm | None, rewards: list[RewardSpec], problems: Problems
-) -> Any:
-    """Check the models; return the actor's tokenizer, or None if a model has a problem."""
+def check_models(args: PPOArguments, specs: list[RoleSpec], problems: Problems) -> Any:
+    """Check the roles' models; return the actor's tokenizer, or None if it has a problem."""
     prompt, answer = args.max_prompt_seq_len, args.max_answer_seq_len
     lengths = f"--max_prompt_seq_len {prompt} + --max_answer_seq_len {answer}"
-    critic = args.critic_model_name_or_path if algorithm is None or algorithm.needs_critic else ""
-    # By default the critic's model is also the reward model, and is checked once.
-    scorers = [spec.target for spec in rewards if spec.kind == "model"]
-    flag = "--reward model:" if args.reward else "--critic_model_name_or_path"
-    models = [
-        ("actor", "--actor_model_name_or_path", args.actor_model_name_or_path, args.actor),
-        ("critic", "--critic_model_name_or_path", critic, args.critic),
-        ("teacher", "--teacher_model_name_or_path", args.teacher_model_name_or_path, None),
-        *(("reward", flag, name, None) for name in scorers if name != critic),
-    ]
+    scorers = {spec.path for spec in specs if spec.is_reward}
+    # The first role of each model: by default the critic's is also the reward model.
+    first = {(spec.path, spec.is_value_model): spec for spec in reversed(specs)}
     actor = None  # the actor's tokenizer
-    for role, flag, name, flags in models:
-        config = model_checks.check_model(flag, name, args, problems, takes_adapter=True)
+    for (path, is_value_model), spec in reversed(first.items()):
+        flag = spec.flag
+        config = model_checks.check_model(flag, path, args, problems, takes_adapter=True)
         if config is None:
             continue
-        model_checks.check_family(flag, config, args, problems, is_ranker=role in ("critic", "reward"))
-        model_checks.check_length(config, prompt + answer, f"{lengths} ({role})", problems)
-        if flags and flags.lora_dim and not is_adapter(name):
-            module_name = flags.lora_module_name
-            model_checks.check_lora(f"--{role}_lora_module_name", config, module_name, args, problems)
-        tokenizer = model_checks.check_tokenizer(flag, name, args, problems)
-        lora_flag = f"--{role}_lora_dim" if flags and (flags.lora_dim or is_adapter(name)) else ""
+        model_checks.check_family(flag, config, args, problems, is_ranker=is_value_model)
+        model_checks.check_length(config, prompt + answer, f"{lengths} ({spec.label})", problems)
+        has_adapters = spec.is_trained and (spec.flags.lora_dim > 0 or is_adapter(path))
+        if has_adapters and not is_adapter(path):
+            module_name = spec.flags.lora_module_name
+            model_checks.check_lora(f"--{spec.name}_lora_module_name", config, module_name, args, problems)
+        tokenizer = model_checks.check_tokenizer(flag, path, args, problems)
+        lora_flag = f"--{spec.name}_lora_dim" if has_adapters else ""
         startup.print_note(
             *model_checks.check_new_tokens(flag, config, tokenizer, args, problems, lora_flag=lora_flag)
         )
-        if role == "actor":
+        if spec.name == "actor":
             check_generation(args, config, problems)
             check_tensor_parallel(args, config, problems)
             actor = tokenizer
             continue
         with problems.catch():
             problems.add_if(
-                name in scorers and not has_saved_head(name),  # a critic may start with a new head
-                f"{flag} {name} is not a reward model (it has no score head); give the export/ of step 2, or "
-                f"--reward classifier:{name} for a model of several labels",
+                path in scorers and not has_saved_head(path),  # a critic may start with a new head
+                f"{flag} {path} is not a reward model (it has no score head); give the export/ of step 2, or "
+                f"--reward classifier:{path} for a model of several labels",
             )
         difference = actor and tokenizer and vocabulary_difference(actor, tokenizer)
         if difference:
             cure = (
-                "take both from one family of models"
-                if role == "teacher"
-                else "train the reward model from the same base, or give it as "
-                f"--reward classifier:{name}, which reads text"
+                "train the reward model from the same base, or give it as "
+                f"--reward classifier:{path}, which reads text"
             )
+            if not is_value_model:
+                cure = "take both from one family of models"
             problems.add(
                 f"--actor_model_name_or_path and {flag} have different vocabularies, but receive the same "
                 f"token ids: {difference}; {cure}"

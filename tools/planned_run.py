@@ -35,6 +35,7 @@ from step3_ppo.build_roles import (
     RoleSpec,
     build_role_specs,
     default_critic,
+    default_rewards,
     describe_bases,
     fill_ranks,
 )
@@ -179,8 +180,8 @@ class Role:
 
     @property
     def name(self) -> str:
-        """Its name in the step."""
-        return self.spec.name
+        """Its name in the step; "reward" for the only reward model."""
+        return self.spec.label.removesuffix(" model")
 
     @property
     def is_checkpointed(self) -> bool:
@@ -351,8 +352,6 @@ def build_run(args: Any, models: Models, problems: Problems) -> Run | None:
 def read_models(args: Any, problems: Problems) -> Models:
     """Models by role; adds the problems of their paths."""
     models: dict[tuple[str, bool], PlannedModel | None] = {}
-    if args.stage == 3:
-        args = replace(args, critic_model_name_or_path=default_critic(args))
     specs = find_specs(args, problems)
     for spec in specs:
         if (spec.path, spec.is_value_model) not in models:
@@ -393,20 +392,19 @@ def find_specs(args: Any, problems: Problems) -> list[RoleSpec]:
         is_ranker = args.stage == 2 and args.kind == "reward"
         return [replace(spec, name="reward", is_value_model=True) if is_ranker else spec]
     import_plugins(args.plugins, problems)
-    critic = args.critic_model_name_or_path
     rewards: list[RewardSpec] = []
     has_critic = False
     with problems.catch():
         has_critic = find_algorithm(args.algorithm).needs_critic
         problems.add_if(
-            has_critic and not critic,
+            has_critic and not default_critic(args),
             "--critic_model_name_or_path is needed for --stage 3: give it, or an --algorithm without a "
             "critic, such as grpo",
         )
     with problems.catch():
         rewards = parse_rewards(args.reward, has_teacher=bool(args.teacher_model_name_or_path))
     if not (args.reward or args.environment):
-        rewards = [RewardSpec("model", critic, 1.0, "reward")]
+        rewards = default_rewards(args)
     specs = build_role_specs(args, rewards, has_critic=has_critic)
     return [replace(spec, keeps_base=spec.keeps_base and Path(spec.path).is_dir()) for spec in specs]
 

@@ -9,6 +9,7 @@ import transformers
 
 from common.flags.args import Problems
 from step3_ppo.arguments import PPOArguments
+from step3_ppo.build_roles import build_role_specs
 from step3_ppo.checks import check_models, find_rewards
 from step3_ppo.rewards.reward_specs import build_text_reward, check_rewards, parse_rewards, reward_bias
 from step3_ppo.rewards.text_rewards import Answers, checked_scores
@@ -127,7 +128,8 @@ def test_all_problems_are_told_at_once(tmp_path):
     models = {f"{role}_model_name_or_path": f"{tmp_path}/lm" for role in ("actor", "critic")}
     for rewards, is_refused in (([], True), ([f"model:{tmp_path}/lm"], True), ([LENGTH], False)):
         args, problems = make_args(*rewards, **models), Problems()
-        check_models(args, None, find_rewards(args, None, problems), problems)
+        specs = build_role_specs(args, find_rewards(args, None, problems), has_critic=True)
+        check_models(args, specs, problems)
         told = f"{tmp_path}/lm is not a reward model (it has no score head); give the export/ of step 2"
         assert any(told in message for message in problems.messages) == is_refused
 
