@@ -3,6 +3,7 @@
 
     python export.py output/ppo/checkpoints/step-000200 --output output/ppo-200
     python export.py output/ppo --output output/ppo-average --what ema     (the newest checkpoint of a run)
+    python export.py output/ppo --output output/chat --push_to_hub OWNER/NAME --private
 
 Runs in one process on the CPU, whatever the run used. The model that the run started from must still be at
 the same path; the data are not needed.
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi
 from torch import nn
 
 from common.data.tokenizer import num_token_ids
@@ -24,6 +26,7 @@ from common.models.loading import plain_model
 from common.models.policy_model import language_model
 from common.models.value_model import ValueModel
 from common.programs import conversation_form, model_checks, running, startup, training_loop
+from common.ranks.failures import first_line
 from common.runs.checkpoints import Checkpoint, find_checkpoints, newest_intact
 from common.runs.export import save_adapter, save_export
 from common.runs.resume import program_of
@@ -54,6 +57,11 @@ class CheckpointExportArguments:
         "export the model (LoRA merged), only its adapter, or from step 3 the EMA model or the critic",
         choices=("model", "adapter", "ema", "critic"),
     )
+    license: str = flag("", "licence in the model card, such as apache-2.0")
+    push_to_hub: str = flag(
+        "", "also upload the export to this new repository of the Hugging Face hub: OWNER/NAME"
+    )
+    private: bool = flag(False, "the repository is private", only_with="push_to_hub")
 
 
 def read_flags(checkpoint: Checkpoint) -> Any:
@@ -106,12 +114,12 @@ def build_metadata(args: Any, what: str, state: dict[str, Any]) -> dict[str, Any
     """Contents of triptych.json, as in the run's own export; `state` is the checkpoint's."""
     facts, step = state["progress"]["facts"], state["progress"]["step"]
     if what == "critic":
-        return {"step": "critic"} | conversation_form.describe_form(args)
+        return {"step": "critic", "num_steps": step} | conversation_form.describe_form(args)
     if isinstance(args, PPOArguments):
         return ppo.build_metadata(args, step, facts, state["trainer"].get("evaluation", {}))
     kind = "sft" if isinstance(args, SFTArguments) else args.kind
     form = conversation_form.describe_form(args)
-    return {"step": kind} | form | training_loop.facts_at(step, facts)
+    return {"step": kind, "num_steps": step} | form | training_loop.facts_at(step, facts)
 
 
 def check(
@@ -127,6 +135,8 @@ def check(
     folder = Path(args.output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         problems.add(f"--output {folder} exists; give a new folder")
+    if args.push_to_hub:
+        check_repository(args.push_to_hub, problems)
     problems.exit_if_any()
     origins = origins_of(flags, part)
     for flag_name in origins:
@@ -139,6 +149,31 @@ def check(
     conversation_form.find_template(origin, path, flags, tokenizer, problems)  # may set its EOS
     problems.exit_if_any()
     return tokenizer
+
+
+def check_repository(name: str, problems: Problems) -> None:
+    """Add a problem unless the hub can be reached with a token and has no model repository of this name."""
+    flag_text = f"--push_to_hub {name}"
+    try:
+        HfApi().whoami()
+        exists = HfApi().repo_exists(name)
+    except Exception as error:  # of huggingface_hub, httpx, the operating system
+        problems.add(f"{flag_text}: {first_line(error)}; run `hf auth login` or set HF_TOKEN, then try again")
+        return
+    problems.add_if(exists, f"{flag_text} exists already; give a new name, or upload with `hf upload`")
+
+
+def upload(args: CheckpointExportArguments) -> None:
+    """Upload the export to a new repository and print its address; exits with a message if that fails."""
+    try:
+        url = HfApi().create_repo(args.push_to_hub, private=args.private)
+        HfApi().upload_folder(repo_id=url.repo_id, folder_path=args.output)
+        print(f"uploaded {url}")
+    except Exception as error:  # of huggingface_hub, httpx, the operating system
+        raise SystemExit(
+            f"error: --push_to_hub {args.push_to_hub}: {first_line(error)}; {args.output} is complete: "
+            f"`hf upload {args.push_to_hub} {args.output}` uploads it"
+        ) from error
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -174,11 +209,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     metadata = build_metadata(flags, args.what, state)
     if "chat_template_kwargs" not in checkpoint.meta["args"]:  # from a version that scored at the end of turn
         metadata.pop(conversation_form.READS_CLOSING, None)
+    if args.license:
+        metadata["license"] = args.license
+    run = checkpoint.folder.parents[1]
     if args.what == "adapter":
-        save_adapter(args.output, model, tokenizer, metadata=metadata)
+        save_adapter(args.output, model, tokenizer, metadata=metadata, run=run)
     else:
-        save_export(args.output, model, tokenizer, metadata=metadata, needs_own_pad=is_scorer)
+        save_export(args.output, model, tokenizer, metadata=metadata, needs_own_pad=is_scorer, run=run)
     print(f"saved {args.output}: {args.what} of {checkpoint.folder}, {type(plain_model(model)).__name__}")
+    if args.push_to_hub:
+        upload(args)
 
 
 if __name__ == "__main__":

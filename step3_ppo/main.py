@@ -119,7 +119,7 @@ def evaluate_and_export(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
         return
     best = {"metric": args.keep_best, "value": metrics[args.keep_best], "step": step}
     metadata = build_metadata(args, step, run.facts, vars(evaluation))
-    metadata |= {"num_steps": step, "best": best}
+    metadata["best"] = best
     actor = language_model(trainer.roles.actor.model.module)
     try:
         save_export(Path(args.output_dir) / EXPORT_BEST, actor, start.tokenizer, metadata=metadata)
@@ -134,9 +134,12 @@ def build_metadata(
     """Metadata of an export of the actor at a step; `evaluation` has the step and metrics of the last
     evaluation.
     """
-    metadata = {"step": "ppo"} | conversation_form.describe_form(args) | {"last_step": facts}
+    metadata = {"step": "ppo", "num_steps": step} | conversation_form.describe_form(args)
+    metadata["last_step"] = facts
     if not evaluation.get("metrics"):
         return metadata
+    if evaluation.get("before"):
+        metadata["eval_rows"] = len(evaluation["before"]["scores"])
     return metadata | facts_at(step, {"eval": evaluation["metrics"], EVAL_STEP: evaluation["step"]})
 
 

@@ -1,8 +1,10 @@
 """Private members of transformers' classes that several files read, for the versions that were tested."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
 
 TRANSFORMERS = "~=5.23.0"  # as in requirements.txt
 
@@ -48,3 +50,14 @@ def keep_layers(config: PreTrainedConfig, kept: list[int]) -> None:
 def save_as_class(model: PreTrainedModel) -> None:
     """Make `save_pretrained` name the weights as the model's class does, not as its base did."""
     model._weight_conversions = None
+
+
+@contextlib.contextmanager
+def weights_saved_by(save: Callable[..., None]) -> Iterator[None]:
+    """Let `save(tensors, path, metadata=...)` write the weights of `save_pretrained` in the block."""
+    before = modeling_utils.safe_save_file
+    modeling_utils.safe_save_file = save
+    try:
+        yield
+    finally:
+        modeling_utils.safe_save_file = before

@@ -218,6 +218,8 @@ def train(
         )
         with watchdog.phase("the evaluation", step, clock="evaluate"):
             run.facts |= {trainer.metadata_key: trainer.evaluate(step, eval_batches), EVAL_STEP: step}
+        most = args.eval_iters * args.per_device_eval_batch_size * distributed.world_size()
+        run.facts["eval_rows"] = min(len(held_out), most or len(held_out))
 
     with startup.as_problem(start.problems):
         run.begin()  # first write to disk; the model has loaded
@@ -239,7 +241,7 @@ def train(
 
     run_steps(run, train_step, evaluate)
     if args.output_dir:
-        metadata = {"step": trainer.kind} | conversation_form.describe_form(args)
+        metadata = {"step": trainer.kind, "num_steps": run.step} | conversation_form.describe_form(args)
         metadata |= facts_at(run.step, run.facts)
         save_model(start, logger, trainer.engine.module, metadata)
     logger.close()

@@ -9,6 +9,7 @@ import copy
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from common.data.tokenizer import num_token_ids
 from common.models.loading import plain_model
 from common.models.lora import TrainedWeight, trained_weights
 from common.models.saved_adapters import ADAPTER_CONFIG, POOLING
-from common.models.transformers_internals import save_as_class
+from common.models.transformers_internals import save_as_class, weights_saved_by
 from common.ranks import distributed, watchdog
 from common.ranks.failures import cure_of_write, first_line, has_lost_ranks, kind_and_line
 from common.ranks.zero3 import gather_whole
 from common.runs.durable_files import WRITING, SaveFailed, publish_folder, read_object, without_nan
+from common.runs.model_card import CARD_FILE, build_card, header_facts
 from common.runs.older_readers import add_older_names, add_older_tokenizer_names
 
 METADATA_FILE = "triptych.json"
@@ -71,22 +73,27 @@ def save_export(
     *,
     metadata: dict[str, Any] | None = None,
     needs_own_pad: bool = False,
+    run: Path | None = None,
 ) -> None:
-    """Write model and tokenizer to `folder`, replacing it only once the new one is complete.
+    """Write model, tokenizer and model card to `folder`, replacing it only once the new one is complete.
 
     `model` is a transformers model or its PEFT wrapper, sharded or not. `metadata` goes to triptych.json
     (template, step, held-out metrics), which chat.py and step 3 read; its template becomes the tokenizer's
     chat template. `needs_own_pad`: the model is a classifier, see `_prepare_tokenizer`. Existing token ids do
-    not change. Every rank must call this. Raises SaveFailed.
+    not change. The card comes from the files of the run in `run`, by default the folder around `folder`.
+    Every rank must call this. Raises SaveFailed.
     """
     plain = plain_model(model)
     state = gather_state_dict(model)
     metadata = metadata or {}
     tokenizer = _prepare_tokenizer(tokenizer, metadata, needs_own_pad=needs_own_pad)
     changes = SCORE_LABEL if needs_own_pad else {}
-    _replace(
-        Path(folder), lambda new: _write_model(plain, state, tokenizer, new, changes), tokenizer, metadata
-    )
+
+    def fill(new: Path) -> None:
+        with weights_saved_by(partial(_save_weights, header_facts(run or Path(folder).parent, metadata))):
+            _write_model(plain, state, tokenizer, new, changes)
+
+    _replace(Path(folder), fill, tokenizer, metadata, run)
 
 
 def _prepare_tokenizer(
@@ -125,7 +132,11 @@ def _prepare_tokenizer(
 
 
 def _replace(
-    folder: Path, fill: Callable[[Path], None], tokenizer: PreTrainedTokenizerFast, metadata: dict[str, Any]
+    folder: Path,
+    fill: Callable[[Path], None],
+    tokenizer: PreTrainedTokenizerFast,
+    metadata: dict[str, Any],
+    run: Path | None,
 ) -> None:
     """Let the first rank fill a folder that replaces `folder` once it is complete.
 
@@ -140,6 +151,9 @@ def _replace(
         fill(temporary)
         _write_tokenizer(tokenizer, temporary)
         (temporary / METADATA_FILE).write_text(json.dumps(without_nan(metadata), indent=2))
+        card = build_card(temporary, run or folder.parent, metadata, tokenizer)
+        if card:
+            card.save(temporary / CARD_FILE)
         publish_folder(temporary, folder)
 
     try:
@@ -202,6 +216,21 @@ def _write_model(
         composite.update({"text_config": exported.config, "architectures": exported.config.architectures})
         composite.save_pretrained(folder)
     _edit(folder / "config.json", add_older_names)
+
+
+def _save_weights(
+    facts: dict[str, str], weights: dict[str, torch.Tensor], path: str | Path, metadata: Any = None
+) -> None:
+    """Write a safetensors file with these facts in its header, in alphabetic order: equal exports are equal
+    files.
+    """
+    save_file(weights, path, {"format": "pt"} | (metadata or {}) | facts)
+    with open(path, "r+b") as file:
+        num_bytes = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(num_bytes))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        file.seek(8)
+        file.write(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(num_bytes))
 
 
 def _token_ids(tokenizer: PreTrainedTokenizerFast, config: PreTrainedConfig) -> dict[str, Any]:
@@ -278,7 +307,11 @@ def _savable_generation_config(
 
 @watchdog.phase("the export of the adapter")
 def save_adapter(
-    folder: Path | str, model: nn.Module, tokenizer: PreTrainedTokenizerFast, metadata: dict[str, Any]
+    folder: Path | str,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerFast,
+    metadata: dict[str, Any],
+    run: Path | None = None,
 ) -> None:
     """Write the trained weights for PEFT and chat.py: LoRA factors, score head with its pooling, tokenizer
     and metadata.
@@ -312,9 +345,10 @@ def save_adapter(
         config.save_pretrained(temporary)
         if others and pooling != "last":  # not a field of PEFT, which warns of it
             _edit(temporary / ADAPTER_CONFIG, lambda content: content.update({POOLING: pooling}))
-        save_file(weights, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+        facts = header_facts(run or Path(folder).parent, metadata)
+        _save_weights(facts, weights, temporary / "adapter_model.safetensors")
 
-    _replace(Path(folder), fill, tokenizer, metadata)
+    _replace(Path(folder), fill, tokenizer, metadata, run)
 
 
 def damage_of_export(folder: Path) -> str:

@@ -17,7 +17,7 @@ from export import main as run_export
 
 EXPORT = {
     "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
-    "triptych.json",
+    "triptych.json", "README.md",
 }  # fmt: skip
 CLASSIFIER = EXPORT - {"generation_config.json"}
 ALWAYS = {"args.json", "metrics.jsonl", "finished.json", "report.html", "run.json", "lock.json"}
@@ -93,7 +93,7 @@ def test_the_files_of_a_run_have_the_rights_that_umask_leaves(pipeline):
 def test_step1_leaves(pipeline):
     output, done = pipeline["sft"], pipeline["done"]["step1_sft/main.py"]
     adapter = {"adapter_config.json", "adapter_model.safetensors"}
-    adapter |= {"tokenizer.json", "tokenizer_config.json", "triptych.json"}
+    adapter |= {"tokenizer.json", "tokenizer_config.json", "triptych.json", "README.md"}
     expected = within("export", EXPORT) | within("adapter", adapter) | checkpoints("model", epochs=(2,))
     assert files_in(output) == ALWAYS | expected
     # 10 rows make 2 steps of 4 at most: the third step is in the second epoch

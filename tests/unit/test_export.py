@@ -245,8 +245,8 @@ def test_an_evaluation_before_training_is_none_of_a_trained_model():
     assert "eval" not in build_metadata(flags, 6, {}, held_out)
     metadata = build_metadata(flags, 6, {"objective/kl": 0.5}, held_out | {"step": 3})
     assert metadata == {
-        "step": "ppo", "template": "plain", "last_step": {"objective/kl": 0.5}, "eval": {"eval/score": 2.0},
-        "eval_step": 3,
+        "step": "ppo", "num_steps": 6, "template": "plain", "last_step": {"objective/kl": 0.5},
+        "eval": {"eval/score": 2.0}, "eval_step": 3,
     }  # fmt: skip
     assert "eval" not in build_metadata(flags, 6, {}, {})
 
