@@ -34,7 +34,7 @@ from benchmarks.measuring import (
     print_result,
     print_table,
     read_args,
-    start_peak,
+    reset_peak,
 )
 from benchmarks.workload import WARM_UP_TOKENS, memory_pairs, memory_rows, small_llama_config
 from common.programs import startup
@@ -69,7 +69,7 @@ def our_peak(task: str, length: int, vocabulary: int) -> int:
             task, rows, folder, num_tokens=vocabulary, per_device_train_batch_size=ROWS
         )
     trainer.train_step(1, [batches.collate(build_rows(ROWS, WARM_UP_TOKENS, vocabulary))])
-    baseline = start_peak()
+    baseline = reset_peak()
     trainer.train_step(2, next(batches))
     peak = peak_since(baseline)
     distributed.stop()

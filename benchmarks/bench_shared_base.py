@@ -32,7 +32,7 @@ from benchmarks.measuring import (
     print_result,
     print_table,
     read_args,
-    start_peak,
+    reset_peak,
 )
 from benchmarks.workload import TINY, VOCABULARY, build_tokenizer, ppo_prompts, size_of, small_llama_config
 from common.models.loading import ModelOptions, load_causal_lm
@@ -90,10 +90,10 @@ def measure(folders: dict[str, str]) -> dict[str, float]:
     startup.quiet_libraries()
     distributed.start()
     prompts = ppo_prompts(64, 1, MAX_PROMPT)
-    before = start_peak()
+    before = reset_peak()
     step = our_step(prompts, folders["reward"], num_prompts=NUM_PROMPTS, **ppo_flags(folders))
     step()
-    held = start_peak() - before
+    held = reset_peak() - before
     step()
     peak = peak_since(before)
     distributed.stop()

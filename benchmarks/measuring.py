@@ -1,8 +1,8 @@
-"""Shared parts of the benchmarks: flags, taking turns, TRL as a peer, peak memory, tables, the last line.
+"""Shared parts of the benchmarks: flags, turns, TRL as a peer, peak memory, tables, the last line.
 
 The peer runs in its own environment and exchanges JSON lines: it reports that it is ready, then replies to
-each "go". Imported from both environments, so only the standard library and torch at the top; our modules are
-imported inside functions.
+each "go". Both environments import this file, so only the standard library and torch are imported at the top;
+our modules are imported inside functions.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from unittest import mock
 import torch
 
 PEER = Path(__file__).with_name("trl_peer.py")
-# Our PYTHONPATH would hide the peer's libraries; with these variables it would wait for our ranks or port.
+# Our PYTHONPATH would hide the peer's libraries; the others would make it wait for our ranks or port.
 NOT_FOR_PEERS = {"PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"}
 NOT_FOR_PEERS |= {"MASTER_ADDR", "MASTER_PORT"}
 
@@ -42,11 +42,11 @@ def read_args(
     peer_environment: str = "",
     algorithms: Mapping[str, str] | None = None,
 ) -> argparse.Namespace:
-    """The flags of a benchmark: `quick`, `runs`, `trl_python`, and `algorithm` if `algorithms` have the
-    `peer_environment` of each; the first is the default.
+    """The flags of a benchmark: `quick`, `runs`, `trl_python`, and `algorithm` with `algorithms`, which
+    map each to its `peer_environment`; the first is the default.
 
-    `num_runs` is the baseline's number of rounds, 0 without rounds. A peer's interpreter is required if an
-    environment of make_peer_env.sh is named, except with --quick. Exits if it cannot be executed.
+    `num_runs` is the baseline's number of rounds, 0 without rounds. With a `peer_environment` (of
+    make_peer_env.sh) its interpreter is required, except with --quick. Exits if it cannot be executed.
     """
     from common.programs import startup
 
@@ -77,7 +77,7 @@ def read_args(
 
 
 def begin(doc: str, num_runs: int = 0, **options: Any) -> argparse.Namespace:
-    """The flags of `read_args`, for a benchmark in a single process; `print_result` ends it."""
+    """The flags of `read_args`; starts a benchmark in a single process, which `print_result` ends."""
     from common.ranks import distributed
 
     args = read_args(doc, num_runs, **options)
@@ -95,7 +95,7 @@ def in_new_process(measure: Callable[..., Any], *args: Any, **options: Any) -> A
 
 
 class Peer:
-    """TRL running a task of trl_peer.py; a context manager. `started` is its report at the start."""
+    """TRL running a task of trl_peer.py; a context manager. `started` is its initial report."""
 
     def __init__(self, python: str, **task: Any) -> None:
         self.command = [python, str(PEER), json.dumps(task)]
@@ -111,23 +111,23 @@ class Peer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End it."""
+        """Kill it."""
         self.process.kill()
         self.process.communicate()
 
     def go(self) -> dict[str, Any]:
-        """Let it take a turn; return its measurements."""
+        """Run one turn; return the peer's measurements."""
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
         return self._read()
 
     def finish(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Let it train to its end; return its trainer's log and its rollouts."""
+        """Run turns until its training ends; return its trainer's log and its rollouts."""
         rollouts: list[dict[str, Any]] = []
-        while "history" not in (answer := self.go()):
-            if "rollout" in answer:
-                rollouts.append(answer["rollout"])
-        return answer["history"], rollouts
+        while "history" not in (reply := self.go()):
+            if "rollout" in reply:
+                rollouts.append(reply["rollout"])
+        return reply["history"], rollouts
 
     def _read(self) -> dict[str, Any]:
         line = self.process.stdout.readline()
@@ -137,28 +137,28 @@ class Peer:
 
 
 class Turns:
-    """The peer's end. Create it before a library prints: it reserves standard output for the protocol."""
+    """The peer's side. Create it before a library prints: it reserves standard output for the protocol."""
 
     def __init__(self) -> None:
-        self._answers = os.fdopen(os.dup(1), "w", buffering=1)
+        self._replies = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)  # all other output goes to standard error
-        self._began = time.perf_counter()
+        self._start = time.perf_counter()
 
     def wait(self) -> None:
-        """Wait until it is our turn; raise SystemExit at the end of the input."""
+        """Wait for the next turn; raise SystemExit at the end of the input."""
         if sys.stdin.readline().strip() != "go":
             raise SystemExit(0)
-        self._began = time.perf_counter()
+        self._start = time.perf_counter()
 
     def answer(self, **facts: Any) -> None:
         """Report that the set-up is done, or the result of a turn, with its seconds."""
-        facts["seconds"] = time.perf_counter() - self._began
-        self._answers.write(json.dumps(facts) + "\n")
+        facts["seconds"] = time.perf_counter() - self._start
+        self._replies.write(json.dumps(facts) + "\n")
 
 
 def plan_run(flags: Mapping[str, Any], models: Any = None) -> Any:
-    """The run that `tools.plan` builds from flags; True means a flag without a value; `models`: those that
-    are already read.
+    """The run that `tools.plan` builds from flags; True means a flag without a value. `models`: those read
+    earlier, if any.
     """
     from common.flags.args import Problems
     from tools.planned_run import PlanArguments, build_run, read_run
@@ -183,22 +183,22 @@ def timed(run: Callable[..., Any], *args: Any) -> float:
     """Seconds of `run(*args)`, including the device's work."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     wait()
-    started = time.perf_counter()
-    kept = run(*args)
+    start = time.perf_counter()
+    result = run(*args)
     wait()
-    seconds = time.perf_counter() - started
-    del kept
+    seconds = time.perf_counter() - start
+    del result  # freed after the measurement
     return seconds
 
 
 class PeakShares:
-    """Share of this process's own peak FLOP/s that each way reaches, with the FLOPs of perf/mfu."""
+    """Share of this process's measured peak FLOP/s that each way reaches, counting FLOPs as perf/mfu does."""
 
     def __init__(self) -> None:
         self.rates: dict[str, list[float]] = {}  # FLOP/s of each of its runs
 
     def timed(self, name: str, run: Callable[[], Any]) -> float:
-        """Seconds of a run of ours, whose models count their FLOPs."""
+        """Seconds of one of our runs, whose models count their FLOPs."""
         from common.ranks.step_costs import COSTS
 
         with mock.patch.object(COSTS, "count", wraps=COSTS.count) as count:
@@ -211,7 +211,7 @@ class PeakShares:
         self.rates.setdefault(name, []).append(flops_per_second)
 
     def facts(self, dtype: str = "fp32") -> dict[str, Any]:
-        """Measure the peak, print the shares, and return both for the last line."""
+        """Peak and shares for the last line; measures the peak and prints the shares."""
         from common.models.loading import DTYPES
         from common.models.model_flops import own_peak_flops
 
@@ -225,7 +225,7 @@ class PeakShares:
 
 
 def copy_bandwidth(num_bytes: int, device: Any = "cpu") -> float:
-    """Best bytes per second that a copy reads and writes."""
+    """Bytes per second that the fastest of ten copies reads and writes."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / min(timed(lambda: target.copy_(source)) for _ in range(10))
@@ -248,27 +248,27 @@ def take_turns(ways: Mapping[str, Callable[[], float]], num_runs: int) -> Rates:
 
 
 def best(rates: Rates, prefix: str) -> float | None:
-    """The best median of the ways whose name has this prefix, None without any; higher is better."""
+    """The highest median of the ways whose name has this prefix; None if there are none."""
     return max((rate["median"] for name, rate in rates.items() if name.startswith(prefix)), default=None)
 
 
 def print_rates(
     title: str, rates: Rates, peer: str, unit: str = "tokens/s", *, is_lower_better: bool = False
 ) -> float:
-    """Print the ways, and the ratio of each to the best whose name starts with `peer`; return that of our
+    """Print the ways, each with its ratio to the best whose name starts with `peer`; return the ratio of our
     best.
     """
-    merits = {name: rate["median"] ** (-1 if is_lower_better else 1) for name, rate in rates.items()}
-    base = max(merit for name, merit in merits.items() if name.startswith(peer))
+    speeds = {name: rate["median"] ** (-1 if is_lower_better else 1) for name, rate in rates.items()}
+    best_peer = max(speed for name, speed in speeds.items() if name.startswith(peer))
     print(f"\n{title}\n{'way':<34}{unit:>9}  {'range':<20}{'x best ' + peer.strip(', '):>20}")
     for name, rate in rates.items():
         spread = f"{rate['low']:.6g} - {rate['high']:.6g}"
-        print(f"{name:<34}{rate['median']:>9.6g}  {spread:<20}{merits[name] / base:>20.2f}")
-    return round(max(merit for name, merit in merits.items() if name.startswith("ours")) / base, 4)
+        print(f"{name:<34}{rate['median']:>9.6g}  {spread:<20}{speeds[name] / best_peer:>20.2f}")
+    return round(max(speed for name, speed in speeds.items() if name.startswith("ours")) / best_peer, 4)
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows with the same keys, aligned; a number has six digits at most."""
+    """Print rows with the same keys as an aligned table; numbers have at most six digits."""
     from tools.plan import grid
 
     cells = [[value if isinstance(value, str) else f"{value:,.6g}" for value in row.values()] for row in rows]
@@ -309,8 +309,8 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def start_peak() -> int:
-    """Return free memory to the system, reset the kernel's peak, return the resident bytes; Linux only."""
+def reset_peak() -> int:
+    """Release free memory to the system, reset the kernel's peak, return the resident bytes; Linux only."""
     gc.collect()
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):  # glibc

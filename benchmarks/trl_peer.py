@@ -36,7 +36,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from benchmarks import workload
-from benchmarks.measuring import Turns, peak_since, start_peak
+from benchmarks.measuring import Turns, peak_since, reset_peak
 from benchmarks.workload import EOS, PAD, build_tokenizer
 
 PACK_TOKENS = 512
@@ -115,7 +115,7 @@ def measure_second_step(turns: Turns) -> TrainerCallback:
         if baselines:
             turns.answer(peak_bytes=peak_since(baselines[0]))
         else:
-            baselines.append(start_peak())
+            baselines.append(reset_peak())
 
     return call_at(on_step_end=end)
 

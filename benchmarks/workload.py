@@ -1,4 +1,4 @@
-"""The workload of the benchmarks: seeded rows with the lengths of a chat data set, and the models for them.
+"""The workload of the benchmarks: seeded rows with the lengths of a chat data set, and models.
 
 Both sides of a comparison import this file, ours and the peer's: torch, transformers, tokenizers and the
 standard library only. Lengths follow hh-rlhf (harmless, 1112 pairs; 1.3 tokens assumed per word), measured
@@ -12,13 +12,13 @@ and sampled:
     rejected response   6     9    18    36    67   110   143     51
       lognormal         7    10    19    35    67   118   166     53   median 36, sigma .93, 4 to 256
 
-The logarithms of a pair's two response lengths correlate by .31 there, and by .3 here. Ids are uniform in the
-vocabulary, since the cost does not depend on them. Rows have the columns of our token cache.
+The logarithms of a pair's two response lengths have a correlation of .31 there, and of .3 here. Ids are
+uniform in the vocabulary, since the cost does not depend on them. Rows have the columns of our token cache.
 
-Weights are random, but responses end like real ones: the policy gives EOS the same probability p at every
-position, so lengths are geometric, cut at `max_new_tokens`. For this, every embedding has the same large
-first entry, which the residual stream carries to the final norm; EOS's row of the output head reads only that
-entry. The logits of all other tokens remain random: their entropy is 8.83 of 9.01 nats.
+Weights are random, but responses end like real ones: EOS has the same probability p at every position, so
+lengths are geometric, cut at `max_new_tokens`. For this, every embedding has the same large first entry,
+which the residual stream carries to the final norm; EOS's row of the output head reads only that entry. The
+logits of all other tokens remain random: their entropy is 8.83 of 9.01 nats.
 """
 
 import math
@@ -44,13 +44,13 @@ CHOSEN = (28, 0.90)
 REJECTED = (36, 0.93)
 PAIR_CORRELATION = 0.3
 WARM_UP_TOKENS = 8  # per row, in the step before the measured one
-# Large compared with what the layers add: p varies by 3.5 %; by 11 % at 1, and at 0.3 it is not constant.
+# Large compared with what the layers add: p varies by 3.5 %; with 1 by 11 %, and with 0.3 it is not constant.
 SHARED_ENTRY = 2.0
-EOS_PROBABILITY = 1 / 33  # cut at 64 tokens: mean 28, 14 % reach the cut
+EOS_PROBABILITY = 1 / 33  # with a limit of 64 tokens: mean 28, 14 % reach the limit
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY |= {"num_key_value_heads": 4}  # --quick only shows that a benchmark runs
-# Shape of SmolLM2-135M but for its vocabulary: on a GPU the small model would measure launches alone.
+# SmolLM2-135M's shape except its vocabulary: on a GPU the small model would measure only kernel launches.
 SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
 SMOLLM2 |= {"num_attention_heads": 9, "num_key_value_heads": 3}
 
@@ -64,7 +64,7 @@ def small_llama_config(**changes: Any) -> LlamaConfig:
 
 
 def sizes_here(*, is_quick: bool) -> tuple[dict[str, int], str]:
-    """Changes of `small_llama_config` for this device, and the precision to train in."""
+    """Changes to `small_llama_config` for this device, and the precision to train in."""
     if torch.cuda.is_available():
         return {} if is_quick else SMOLLM2, "bf16"
     return TINY if is_quick else {}, "fp32"
@@ -88,22 +88,22 @@ def sft_rows(n: int, seed: int) -> list[dict[str, Any]]:
 
 
 def pair_rows(n: int, seed: int) -> list[dict[str, Any]]:
-    """Rows of `chosen_ids`, `rejected_ids` (prompt, response, EOS) and where the responses start."""
+    """Rows of `chosen_ids`, `rejected_ids` (prompt, response, EOS) and the start of each response."""
     generator = torch.Generator().manual_seed(seed)
-    prompt_lengths = _draw_lengths(torch.randn(n, generator=generator), PROMPT, (8, MAX_PROMPT))
+    prompt_lengths = _random_lengths(torch.randn(n, generator=generator), PROMPT, (8, MAX_PROMPT))
     shared, *own = torch.randn(3, n, generator=generator)
     weight = math.sqrt(PAIR_CORRELATION)
     chosen, rejected = (
-        _draw_lengths(weight * shared + math.sqrt(1 - weight**2) * z, shape, (4, MAX_RESPONSE))
+        _random_lengths(weight * shared + math.sqrt(1 - weight**2) * z, shape, (4, MAX_RESPONSE))
         for z, shape in zip(own, (CHOSEN, REJECTED), strict=True)
     )
     rows = []
     for row_id in range(n):
-        prompt = _draw_ids(int(prompt_lengths[row_id]), generator)
+        prompt = _random_ids(int(prompt_lengths[row_id]), generator)
         longest = MAX_TOKENS - len(prompt)
         row: dict[str, Any] = {"row_id": str(row_id), "margin": 0.0}
         for side, lengths in (("chosen", chosen), ("rejected", rejected)):
-            response = [*_draw_ids(min(int(lengths[row_id]), longest) - 1, generator), EOS]
+            response = [*_random_ids(min(int(lengths[row_id]), longest) - 1, generator), EOS]
             row |= {f"{side}_ids": prompt + response, f"{side}_response_start": len(prompt)}
         rows.append(row)
     return rows
@@ -112,12 +112,12 @@ def pair_rows(n: int, seed: int) -> list[dict[str, Any]]:
 def ppo_prompts(n: int, seed: int, max_tokens: int) -> list[dict[str, Any]]:
     """Rows of `input_ids`: prompts of at most `max_tokens`."""
     generator = torch.Generator().manual_seed(seed)
-    lengths = _draw_lengths(torch.randn(n, generator=generator), PROMPT, (8, max_tokens))
-    return [{"row_id": str(i), "input_ids": _draw_ids(int(k), generator)} for i, k in enumerate(lengths)]
+    lengths = _random_lengths(torch.randn(n, generator=generator), PROMPT, (8, max_tokens))
+    return [{"row_id": str(i), "input_ids": _random_ids(int(k), generator)} for i, k in enumerate(lengths)]
 
 
 def memory_rows(n: int, num_tokens: int, vocabulary: int) -> list[dict[str, Any]]:
-    """Rows like those of `sft_rows`, all of the same length, of which a third is the prompt."""
+    """Rows like those of `sft_rows`, all of the same length; a third is the prompt."""
     num_prompt = max(num_tokens // 3, 1)
     mask = [0] * num_prompt + [1] * (num_tokens - num_prompt)
     ids = torch.randint(FIRST_ID, vocabulary, (n, num_tokens)).tolist()
@@ -137,7 +137,7 @@ def memory_pairs(n: int, num_tokens: int, vocabulary: int) -> list[dict[str, Any
 
 
 def build_tokenizer(vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
-    """A tokenizer of single words: id 17 is "t17"; special are <pad>, <s>, </s>, <unk> (0 to 3)."""
+    """A tokenizer of whole words: id 17 is "t17"; ids 0 to 3 are <pad>, <s>, </s> and <unk>."""
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     words = [*special.values(), *(f"t{i}" for i in range(FIRST_ID, vocabulary))]
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
@@ -168,8 +168,8 @@ def build_policy(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
 def save_models(folder: str | Path, seed: int, **changes: Any) -> dict[str, str]:
     """Save fp32 models with their tokenizer; return the folders of `policy`, `reward` and `value`.
 
-    The policy is causal, the others have one label; the value model's weights are not the reward model's.
-    `changes` are those of `small_llama_config`.
+    The policy is causal, the others have one label; reward and value model have different weights.
+    `changes`: see `small_llama_config`.
     """
     folders = {name: str(Path(folder, name)) for name in ("policy", "reward", "value")}
     policy = build_policy(small_llama_config(**changes), seed)
@@ -184,11 +184,13 @@ def save_models(folder: str | Path, seed: int, **changes: Any) -> dict[str, str]
     return folders
 
 
-def _draw_lengths(normal: torch.Tensor, shape: tuple[float, float], limits: tuple[int, int]) -> torch.Tensor:
-    """Lognormal lengths (n,) int64 from standard normal numbers (n,)."""
+def _random_lengths(
+    normal: torch.Tensor, shape: tuple[float, float], limits: tuple[int, int]
+) -> torch.Tensor:
+    """Log-normal lengths (n,) int64 from standard normal numbers (n,)."""
     median, sigma = shape
     return (median * torch.exp(sigma * normal)).long().clamp(*limits)
 
 
-def _draw_ids(count: int, generator: torch.Generator) -> list[int]:
+def _random_ids(count: int, generator: torch.Generator) -> list[int]:
     return torch.randint(FIRST_ID, VOCABULARY, (count,), generator=generator).tolist()

@@ -42,7 +42,7 @@ from common.ranks.failures import first_line
 from serving.text_stream import Answer, TextStream
 
 _MIN_PROMPT_TOKENS = 8  # reserved for the prompt, whatever the response limit
-_ENDLESS_POSITIONS = 4096  # for a model without a limit (ALiBi); enough for a terminal
+_ENDLESS_POSITIONS = 4096  # length limit of a model without one (ALiBi); enough for a terminal
 _MAX_CHARACTERS = 32  # maximum mean per token; a longer text is rejected before it is tokenised
 _SAMPLE_ID_BITS = 48
 _POSITIONS_AT_A_TIME = 128  # whose logits are in memory at once
@@ -51,7 +51,7 @@ _device_lock = threading.Lock()  # the device computes for one request at a time
 
 @dataclass
 class AnsweringArguments(TokenizerArguments, DecodeArguments):
-    """The form and precision in which a model responds."""
+    """Template and precision of a model that responds."""
 
     template: str = flag(
         "", "conversation template; empty: that of the model's training", choices=TEMPLATE_NAMES
@@ -84,22 +84,22 @@ class Sampling:
 
 
 class TokenScore(NamedTuple):
-    """Text and log-probability of a token, and the likeliest tokens at its position with theirs."""
+    """Text and log-probability of a token; `top`: those of the likeliest tokens at its position."""
 
     text: str
     logprob: float | None  # None, as is `top`, for the first token
     top: list[tuple[str, float]] | None
 
 
-TextCallback = Callable[[int, str], bool]  # gets (index of a response, its next text); True ends it
+TextCallback = Callable[[int, str], bool]  # receives (index of a response, its next text); True ends it
 
 
 class Answerer:
     """A model, its dialogue template, and its default sampling options.
 
-    The key/value cache is kept from call to call, and so is the count of responses, which seeds their random
-    numbers: after the same `seed` the same calls give the same responses, and a repeated question gets a new
-    one. `max_length` limits the tokens of prompt and response together.
+    The key/value cache is kept between calls, and so is the count of responses, which seeds their random
+    numbers: with the same `seed` the same sequence of calls gives the same responses, and a repeated question
+    gets a new one. `max_length` limits the tokens of prompt and response together.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Answerer:
         seed: int | None = None,
         use_cuda_graphs: bool = True,
     ) -> None:
-        """Without `seed`, random numbers differ every time."""
+        """Without `seed`, every Answerer has different random numbers."""
         self.model = model
         self.template = template
         self.tokenizer = template.tokenizer
@@ -128,7 +128,7 @@ class Answerer:
         """N responses to a conversation.
 
         A prompt that is too long is shortened (see `Template.shorten`) or truncated. A response has fewer
-        than max_new_tokens tokens if the model's positions leave no room for them. `on_text`: see `respond`.
+        than max_new_tokens tokens if the model has too few positions. `on_text`: see `respond`.
         """
         limit = self.max_prompt_tokens
         segments = self.template.segments(self.template.shorten(tuple(messages), limit), None)
@@ -145,8 +145,8 @@ class Answerer:
     ) -> list[Answer]:
         """N responses to a prompt, which must leave room for one token (see `why_too_long`).
 
-        White space around a response is stripped unless it `keeps_space`. `on_text` receives the texts in
-        chunks that add up to the responses. Waits until other responses are finished.
+        White space around a response is stripped unless `keeps_space`. `on_text` receives the texts in chunks
+        that add up to the responses. Waits until other requests' responses are finished.
         """
         sampling = sampling or self.sampling
         streams = [
@@ -175,16 +175,16 @@ class Answerer:
             do_sample=sampling.temperature > 0,
             seed=self._seed if sampling.seed is None else sampling.seed,
         )
-        first = 0
+        first_id = 0
         if sampling.seed is None:
-            first = self._next_sample_id
+            first_id = self._next_sample_id
             self._next_sample_id += sampling.num_answers
-        # A longer conversation needs a larger cache block: its size doubles, so that few turns allocate one.
-        doubled = 1 << (len(prompt_ids) + options.max_new_tokens - 1).bit_length()
-        self._generator.max_length = min(doubled, self.max_length)
+        # A longer conversation needs a larger cache block: powers of two, so that few turns allocate one.
+        power_of_two = 1 << (len(prompt_ids) + options.max_new_tokens - 1).bit_length()
+        self._generator.max_length = min(power_of_two, self.max_length)
         limit = min(sampling.max_new_tokens, options.max_new_tokens, self.max_length - len(prompt_ids))
         ids = torch.tensor([prompt_ids], device=distributed.device())
-        sample_ids = torch.arange(first, first + sampling.num_answers, device=ids.device)
+        sample_ids = torch.arange(first_id, first_id + sampling.num_answers, device=ids.device)
         mask = torch.ones_like(ids, dtype=torch.bool)
         self._generator.generate(
             PromptBatch(ids, mask, sample_ids, torch.full_like(sample_ids, limit)),
@@ -193,9 +193,9 @@ class Answerer:
         )
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a whole conversation up to the start of the response.
+        """Token ids of a whole conversation, up to the start of the response.
 
-        Raises ValueError if it has more characters than could fit, or the template cannot render it.
+        Raises ValueError if it has too many characters to fit, or if the template cannot render it.
         """
         self._check_characters([message.content for message in messages])
         if self.template.keeps_headers:  # white space unchanged, as other programs render it
@@ -204,25 +204,25 @@ class Answerer:
         return self.template.encode(segments, sys.maxsize).input_ids
 
     def encode_text(self, text: str) -> list[int]:
-        """Token ids of a bare text, as at the start of a row of the plain template.
+        """Token ids of a plain text, as at the start of a row of the plain template.
 
-        Raises ValueError if it has more characters than could fit.
+        Raises ValueError if it has too many characters to fit.
         """
         self._check_characters([text])
         plain = build_template("plain", self.tokenizer)
         return plain.encode([Segment(text, False)], sys.maxsize).input_ids
 
     def _check_characters(self, texts: Sequence[str]) -> None:
-        """Raise ValueError if texts have too many characters to fit, each with the marks of a turn."""
+        """Raise ValueError if texts, each with the markers of a turn, have too many characters to fit."""
         num_characters = sum(len(text) + _MAX_CHARACTERS for text in texts)
-        if num_characters > (most := _MAX_CHARACTERS * (self.max_length + 1)):
+        if num_characters > (limit := _MAX_CHARACTERS * (self.max_length + 1)):
             raise ValueError(
                 f"the prompt has {num_characters} characters, but prompt and answer together may have "
-                f"{self.max_length} tokens, about {most} characters; shorten it"
+                f"{self.max_length} tokens, about {limit} characters; shorten it"
             )
 
     def why_too_long(self, prompt_ids: list[int]) -> str:
-        """Why a prompt leaves no room for a response; "" if it does."""
+        """Why a prompt leaves no room for a response; "" if there is room."""
         if len(prompt_ids) < self.max_length:
             return ""
         return (
@@ -234,7 +234,7 @@ class Answerer:
     def score(self, token_ids: list[int], num_top: int) -> list[TokenScore]:
         """T scores in fp32 at temperature 1, each with the `num_top` (below V) likeliest tokens.
 
-        Waits until other responses are finished.
+        Waits until other requests' responses are finished.
         """
         decode = self.tokenizer.decode
         ids = torch.tensor(token_ids)
@@ -260,9 +260,9 @@ class Answerer:
 def read_prompts(
     data_path: str, generator: random.Random | None = None
 ) -> Iterator[tuple[Sequence[Message], str]]:
-    """Yield the prompts of a data set with their locations; a row without one is skipped.
+    """Yield the prompts of a data set with their row ids; a row without a prompt is skipped.
 
-    With a `generator` they come in random order and without end, each once before any is repeated. Raises
+    With a `generator` they come endlessly in random order, each once before any is repeated. Raises
     ValueError if --data_path is not a data set, or has no prompt.
     """
     source = load_source(data_path)
@@ -280,7 +280,7 @@ def read_prompts(
                 num_prompts += 1
                 yield prompt, rows.row_id(index, row)
         if not num_prompts:
-            raise ValueError(f"--data_path {source.name} has no prompts; give a data set of questions")
+            raise ValueError(f"--data_path {source.name} has no prompts; use a data set of questions")
         if generator is None:
             return
 
@@ -294,11 +294,10 @@ def load_template(
     trained_path: str = "",
     is_ranker: bool = False,
 ) -> Template | None:
-    """The template of the model at `path`; None after adding the problem if it cannot respond (for a ranker:
-    score).
+    """The template of the model at `path`; None after adding the problem if the model cannot respond (a
+    ranker: score).
 
-    It is --template, or else the template that the model at `trained_path` (empty: at `path`) was trained
-    with.
+    It is --template, or else that with which the model at `trained_path` (empty: at `path`) was trained.
     """
     config = model_checks.check_model(flag_name, path, args, problems, takes_adapter=True)
     if config is None:
@@ -307,14 +306,14 @@ def load_template(
     model_checks.check_family(flag_name, config, args, problems, is_ranker=is_ranker)
     probe = functools.partial(why_not_generated, config, trusts_code=args.trust_remote_code)
     if not is_ranker and len(problems.messages) == num_problems and (reason := probe()):
-        works = f"use transformers' own `generate`: `transformers chat {path}`"
-        cure = "give a model of another family" if probe(by_transformers=True) else works
+        own_cure = f"use transformers' own `generate`: `transformers chat {path}`"
+        cure = "use a model of another family" if probe(by_transformers=True) else own_cure
         problems.add(f"{flag_name} {path}: {reason}; {cure}")
     tokenizer = model_checks.check_tokenizer(flag_name, path, args, problems)
     startup.print_note(*model_checks.check_new_tokens(flag_name, config, tokenizer, args, problems))
-    own = dataclasses.replace(args)  # each model has its own template
+    args_copy = dataclasses.replace(args)  # find_template changes it; each model has its own template
     template, notes = conversation_form.find_template(
-        flag_name, trained_path or path, own, tokenizer, problems
+        flag_name, trained_path or path, args_copy, tokenizer, problems
     )
     startup.print_note(*notes)
     return template
@@ -341,9 +340,9 @@ def load_answerer(
 
 
 def merge_adapter(model: PreTrainedModel, path: str) -> PreTrainedModel:
-    """The model with an adapter merged into its weights; pickled adapters are not read.
+    """The model with a LoRA adapter merged into its weights; pickled adapters are not supported.
 
-    Raises ValueError if it is not a LoRA adapter, or not one of this model.
+    Raises ValueError if `path` is not a LoRA adapter, or not one of this model.
     """
     config = read_adapter_config(path)
     try:
@@ -355,9 +354,9 @@ def merge_adapter(model: PreTrainedModel, path: str) -> PreTrainedModel:
     if missing or loaded.unexpected_keys:
         names = [*missing, *loaded.unexpected_keys]
         raise ValueError(f"{path} is not an adapter of its base model: {len(names)} weights do not match")
-    with torch.no_grad():  # bit-identical to a merged export
+    with torch.no_grad():  # in the same way as in exports, so that the bits are equal
         for weight in trained_weights(adapted).values():
             if weight.lora_a is not None:
                 weight.parameter.copy_(weight.merged())
                 weight.lora_b.zero_()
-    return adapted.merge_and_unload()  # the rest, which we never train: DoRA magnitudes, embeddings
+    return adapted.merge_and_unload()  # also the parts that we never train: DoRA magnitudes, embeddings

@@ -27,17 +27,17 @@ MAX_STOPS = 4
 MAX_LOGPROBS = 20
 MAX_PROMPTS = 256  # per request
 MAX_STOP_CHARACTERS = 256  # each token is compared with all prefixes of a stop text
-MAX_WAITING = 16  # requests that occupy one of the 40 threads; others wait without one
+MAX_WAITING = 16  # requests that occupy one of the server's 40 threads; others wait without a thread
 # Fields that identify the client, or configure tool calls.
 _IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
-# Values, besides 0 and empty ones, with which an unsupported field has no effect.
+# Values, besides 0 and empty ones, that disable an unsupported field.
 _NEUTRAL_VALUES = ("none", "auto", "default", {"type": "text"}, ["text"])
 
 # ---- requests
 
 
 class _Fields(BaseModel):
-    """Fields of exactly these types and no others; those whose value has no effect are dropped first."""
+    """Fields of exactly these types and no others; fields whose value has no effect are dropped first."""
 
     model_config = ConfigDict(strict=True, extra="forbid", str_min_length=0)  # rejects lone surrogates
 
@@ -46,9 +46,9 @@ class _Fields(BaseModel):
     def _drop_neutral_fields(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        own = {field.alias or name for name, field in cls.model_fields.items()}
-        asks = {name: value for name, value in fields.items() if value is not None and name not in _IGNORED}
-        return {n: v for n, v in asks.items() if n in own or (v and v not in _NEUTRAL_VALUES)}
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        given = {name: value for name, value in fields.items() if value is not None and name not in _IGNORED}
+        return {n: v for n, v in given.items() if n in known or (v and v not in _NEUTRAL_VALUES)}
 
 
 class _Part(_Fields):
@@ -71,7 +71,7 @@ class _StreamOptions(_Fields):
 
 
 class _Request(_Fields):
-    """Fields that both kinds of requests share."""
+    """Fields of both kinds of requests."""
 
     model: str
     temperature: float | None = Field(None, ge=0, le=100)
@@ -95,7 +95,7 @@ class _Request(_Fields):
         return self
 
     def sampling(self, default: Sampling) -> Sampling:
-        """Sampling options; missing fields have the server's defaults. Raises RejectedRequest."""
+        """Sampling options; missing fields get the server's defaults. Raises RejectedRequest."""
         limit = self.max_answer_tokens(default.max_new_tokens)
         if limit > default.max_new_tokens:
             server_limit = f"this server's --max_new_tokens {default.max_new_tokens}"
@@ -140,7 +140,7 @@ class ChatRequest(_Request):
         return self.max_completion_tokens or self.max_tokens or default
 
     def encode(self, model: Answerer) -> list[list[int]]:
-        """Token ids of the one conversation. Raises ValueError if its template rejects it."""
+        """Token ids of the only conversation. Raises ValueError if the template rejects it."""
         messages = [
             Message(message.role, "".join(part.text for part in message.content)) for message in self.messages
         ]
@@ -183,7 +183,7 @@ class CompletionRequest(_Request):
     prompt_field: ClassVar[str] = "prompt"
 
     def max_answer_tokens(self, default: int) -> int:
-        """Token limit of a response, by default the protocol's."""
+        """Token limit of a response; the protocol's by default, but not above `default`."""
         return self.max_tokens if "max_tokens" in self.model_fields_set else min(self.max_tokens, default)
 
     def encode(self, model: Answerer) -> list[list[int]]:
@@ -221,7 +221,7 @@ def _entry(text: str, logprob: float | None) -> dict[str, Any]:
 
 
 def add_openai_routes(app: FastAPI, models: Mapping[str, Answerer], default: Sampling) -> None:
-    """Add the routes of OpenAI's API to an application; `default` has the values of missing fields."""
+    """Add the routes of OpenAI's API to an application; `default` replaces missing fields."""
     created = int(time.time())
     waiting = asyncio.Semaphore(MAX_WAITING)
 
@@ -239,7 +239,7 @@ def add_openai_routes(app: FastAPI, models: Mapping[str, Answerer], default: Sam
         return {"object": "list", "data": [describe(name) for name in models]}
 
     async def respond(request: ChatRequest | CompletionRequest) -> Response:
-        """Respond in a thread; enough threads remain for all other requests."""
+        """Respond in a thread, leaving enough threads for other requests."""
         describe(request.model)
         sampling = request.sampling(default)
         async with waiting:
@@ -265,7 +265,7 @@ def _encode(model: Answerer, request: ChatRequest | CompletionRequest) -> list[l
         raise RejectedRequest(400, str(error), param, "invalid_value") from error
     for ids in prompts:
         if ids and max(ids) >= model.num_token_ids:
-            detail = f"prompt: the model has {len(model.tokenizer)} tokens, and {max(ids)} is not one of them"
+            detail = f"prompt: {max(ids)} is not one of the model's {len(model.tokenizer)} tokens"
             raise RejectedRequest(400, detail, param)
         if reason := model.why_too_long(ids) if ids else "the prompt has no token":
             raise RejectedRequest(400, reason, param, "context_length_exceeded")
@@ -273,15 +273,13 @@ def _encode(model: Answerer, request: ChatRequest | CompletionRequest) -> list[l
 
 
 def _respond(request: ChatRequest | CompletionRequest, model: Answerer, sampling: Sampling) -> Response:
-    """HTTP response with all responses of the model, complete or streamed. Raises RejectedRequest."""
+    """The HTTP response with all responses of the model, complete or streamed. Raises RejectedRequest."""
     prompts = _encode(model, request)
     kind = request.chunk_kind if request.stream else request.kind
     head = {"id": uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": request.model}
 
     def answer(on_text: TextCallback) -> list[Answer]:
-        """All responses, those to the first prompt first; `on_text` gets a response's index and a chunk of
-        it.
-        """
+        """All responses, in the order of the prompts; `on_text` receives a response's index and a chunk."""
         answers: list[Answer] = []
         for prompt_number, ids in enumerate(prompts):
             first = prompt_number * request.n
@@ -295,17 +293,17 @@ def _respond(request: ChatRequest | CompletionRequest, model: Answerer, sampling
 
     def stream(emit: Emit, is_gone: threading.Event) -> None:
         """Emit chunks of all responses, their ends, and the usage if requested."""
-        begun = set()
+        started = set()
 
-        def show(index: int, text: str, finish: str | None = None) -> bool:
-            choice = {"index": index, "finish_reason": finish} | request.chunk(text, index not in begun)
-            begun.add(index)
+        def emit_chunk(index: int, text: str, finish: str | None = None) -> bool:
+            choice = {"index": index, "finish_reason": finish} | request.chunk(text, index not in started)
+            started.add(index)
             emit(_event(head | {"choices": [choice]}))
             return is_gone.is_set()
 
-        answers = answer(show)
+        answers = answer(emit_chunk)
         for index, one in enumerate(answers):
-            show(index, "", one.finish_reason)
+            emit_chunk(index, "", one.finish_reason)
         if request.stream_options.include_usage:
             emit(_event(head | {"choices": [], "usage": _usage(prompts, answers)}))
         emit("data: [DONE]\n\n")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Compares the responses of two or three models (base, SFT, PPO) to the same prompts side by side.
+"""Shows the responses of two or three models (base, SFT, PPO) to the same prompts side by side.
 
 python serving/prompt_eval.py --model_name_or_path_baseline BASE --model_name_or_path_finetune SFT/export \
     --model_name_or_path_rlhf PPO/export
@@ -45,7 +45,7 @@ QUESTIONS = {
 
 @dataclass
 class PromptEvalArguments(AnsweringArguments):
-    """Two or three models, some prompts."""
+    """Models, prompts and sampling."""
 
     model_name_or_path_baseline: str = flag(REQUIRED, "baseline model: a folder or a hub name")
     model_name_or_path_finetune: str = flag(REQUIRED, "fine-tuned model: an export/ folder")
@@ -54,8 +54,8 @@ class PromptEvalArguments(AnsweringArguments):
     data_path: str = flag("", "data set whose first prompts are used; empty: built-in questions")
     num_prompts: int = flag(6, "maximum number of prompts", low=1)
     language: str = flag("English", "language of the built-in questions", choices=tuple(QUESTIONS))
-    max_new_tokens: int = flag(100, "maximum tokens of an answer", low=1)
-    num_return_sequences: int = flag(1, "answers per prompt; 1: greedy, more: sampled", low=1)
+    max_new_tokens: int = flag(100, "maximum tokens of a response", low=1)
+    num_return_sequences: int = flag(1, "responses per prompt; 1: greedy, more: sampled", low=1)
     top_k: int = flag(4, "sample from the k likeliest tokens only; 0: all", low=0)
     seed: int = flag(1234, "seed of the sampling", low=-(2**32), high=2**32)
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(PromptEvalArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     import_plugins(args.plugins, problems)
     problems.exit_if_any()
-    trained = args.model_name_or_path_finetune  # all models get prompts in its format
+    trained = args.model_name_or_path_finetune  # its prompt format is used for all models
     models = {"baseline": args.model_name_or_path_baseline, "finetune": trained}
     if args.model_name_or_path_rlhf:
         models["rlhf"] = args.model_name_or_path_rlhf

@@ -1,14 +1,14 @@
-"""Compares our passes of a saved model with transformers' own: one line with a number per check.
+"""Compares our passes of a saved model with transformers' own: one line per check, with the difference.
 
     python -m tools.check_model MODEL
     python -m tools.check_model MODEL --dtype bf16 --tp_sizes 2 4
 
 MODEL is a causal LM: a folder or a hub name. Log-probabilities, cached decoding and tensor-parallel slices
 are compared with transformers' plain pass over the same weights, one row at a time. Weights are in memory
-once; the tensor-parallel ranks, which come last, load their own. The last line is the verdict; the exit code
+once; the tensor-parallel ranks start last and load their own. The last line is the verdict; the exit code
 is 1 if a check failed.
 
-# S rows, T tokens of the longest, N scored tokens, V vocabulary
+# N scored tokens
 """
 
 import gc
@@ -49,7 +49,7 @@ TEXT = "The harbour woke slowly: two boats had come in with 340 crates of herrin
 LENGTHS = (5, 23, 2, 41)  # tokens of each row that is scored and continued
 # Tolerance relative to the largest number: well above rounding, well below the effect of a wrong formula.
 RELATIVE = {torch.float32: 3e-5, torch.bfloat16: 4e-2}
-TIE = 1e-3  # logits closer than this may swap ranks with the order of additions
+TIE = 1e-3  # the order of additions may swap logits closer than this
 MAX_DEFAULT_SIZE = 4  # largest tensor-parallel size by default
 LIMIT = timedelta(minutes=20)  # longest wait for another rank
 _STATES = {True: ("ok", "bold green"), False: ("FAIL", "bold red"), None: ("note", "yellow")}
@@ -61,17 +61,17 @@ Rows = list[list[int]]
 class CheckModelArguments(TokenizerArguments):
     """The model and the scope of the checks."""
 
-    path: str = flag(REQUIRED, "the model: a folder or a hub name; may be given first, without --path")
+    path: str = flag(REQUIRED, "the model: a folder or a hub name; may come first, without --path")
     dtype: str = flag("fp32", "weights and activations; fp32 shows errors best", choices=("fp32", "bf16"))
     tp_sizes: list[int] = flag(
-        [], f"tensor-parallel sizes; empty: those up to {MAX_DEFAULT_SIZE} that work, 1: none", low=1
+        [], f"tensor-parallel sizes; empty: all valid ones up to {MAX_DEFAULT_SIZE}, 1: none", low=1
     )
     max_new_tokens: int = flag(16, "maximum tokens of a continuation", low=1)
     plugins: list[str] = flag([], "Python modules to import first, such as your tensor-parallel plan")
 
 
 class Finding(NamedTuple):
-    """One line of the report; a note has `is_ok` None and does not affect the verdict."""
+    """One line of the report; a note (`is_ok` None) does not affect the verdict."""
 
     name: str
     text: str
@@ -96,9 +96,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for finding in find_all(args, tokenizer, problems):
         CONSOLE.print(finding.line())
         findings.append(finding)
-    wrong = [finding.name for finding in findings if finding.is_ok is False]
-    if wrong:
-        CONSOLE.print(Text.assemble("\n", ("not ok:", "bold red"), f" {', '.join(wrong)}"))
+    failed = [finding.name for finding in findings if finding.is_ok is False]
+    if failed:
+        CONSOLE.print(Text.assemble("\n", ("not ok:", "bold red"), f" {', '.join(failed)}"))
         raise SystemExit(1)
     verdict = (
         f" {sum(finding.is_ok is True for finding in findings)} checks of {args.path}, all within rounding"
@@ -148,12 +148,10 @@ def find_all(
 
 
 def guarded(name: str, findings: Iterator[Finding]) -> Iterator[Finding]:
-    """Yield the findings of a check; an exception becomes a failure with this name, and the next check still
-    runs.
-    """
+    """Yield the findings of a check; an exception becomes a failed finding, so the next check still runs."""
     try:
         yield from findings
-    except Exception as error:  # the model's own code may raise anything; the error is the finding
+    except Exception as error:  # the model's own code may raise anything
         yield Finding(name, kind_and_line(error), is_ok=False)
 
 
@@ -176,7 +174,7 @@ def tolerance_of(dtype: torch.dtype, largest: float) -> float:
 
 
 def compare(name: str, own: torch.Tensor, expected: torch.Tensor, tolerance: float, why: str) -> Finding:
-    """The finding on two tensors of one shape; NaN in either is a failure. `why` says what depends on it."""
+    """The finding on two tensors of one shape; NaN in either is a failure. `why`: what depends on them."""
     difference = float((own.double() - expected.double().to(own.device)).abs().max())
     text = f"largest difference {difference:.1e}, at most {tolerance:.1e}  ({why})"
     return Finding(name, text, difference <= tolerance)
@@ -190,8 +188,8 @@ def use_torchs_attention(model: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 def check_logprobs(model: PreTrainedModel, rows: Rows, num_tokens: int) -> Iterator[Finding]:
-    """Yield findings on the log-probabilities of all tokens but each row's first, of padded rows and, if
-    possible, of packed ones.
+    """Yield findings on the log-probabilities of all tokens except each row's first, in padded rows and, if
+    possible, in packed ones.
     """
     forms = {"log-probabilities": False} | ({"packed rows": True} if takes_packed(model) else {})
     own = {
@@ -214,10 +212,10 @@ def check_generation(
     tokenizer: PreTrainedTokenizerFast,
     max_new_tokens: int,
 ) -> Iterator[Finding]:
-    """Yield whether cached decoding, in fewer slots than there are prompts, takes transformers' likeliest
-    tokens with transformers' log-probabilities.
+    """Yield whether cached decoding, with fewer slots than prompts, chooses transformers' likeliest tokens,
+    with transformers' log-probabilities.
     """
-    # Different limits: a waiting prompt starts while other sequences are unfinished.
+    # Limits differ, so that a waiting prompt starts while other sequences are unfinished.
     limits = torch.tensor([max(max_new_tokens - 2 * (i % 3), 1) for i in range(len(rows))])
     options = SamplingOptions(
         max_new_tokens,
@@ -237,8 +235,8 @@ def check_generation(
 
 
 def likeliest_finding(gaps: torch.Tensor, tie: float) -> Finding:
-    """Whether each token of greedy texts is transformers' likeliest; `gaps` (N,) is the difference of its
-    logit to the largest, and a difference below `tie` is a tie.
+    """The finding on greedy texts, whose tokens should be transformers' likeliest; `gaps` (N,): the largest
+    logit minus the token's, below `tie` a tie.
     """
     num_right = int((gaps < tie).sum())  # NaN is not a tie
     text = f"{num_right} of {len(gaps)} tokens are transformers' likeliest: their logits are at most"
@@ -249,9 +247,9 @@ def likeliest_finding(gaps: torch.Tensor, tie: float) -> Finding:
 # ---- tensor parallel, on ranks of this machine: processes on the CPU, one thread each ----------------------
 
 
-def choose_sizes(model: nn.Module, asked: Sequence[int]) -> tuple[list[Finding], list[int]]:
+def choose_sizes(model: nn.Module, requested: Sequence[int]) -> tuple[list[Finding], list[int]]:
     """Findings on sizes that do not work, and the sizes to run: by default the smallest that work."""
-    wanted = list(asked) or [size for size in working_tp_sizes(model) if size <= MAX_DEFAULT_SIZE]
+    wanted = list(requested) or [size for size in working_tp_sizes(model) if size <= MAX_DEFAULT_SIZE]
     findings = []
     for size in wanted if max(wanted) > 1 else [2]:  # if none is wanted, a note if 2 would not work
         try:
@@ -264,7 +262,7 @@ def choose_sizes(model: nn.Module, asked: Sequence[int]) -> tuple[list[Finding],
 
 
 class RankJob(NamedTuple):
-    """Job of the ranks of one size; each loads the model as `load_causal_lm` does."""
+    """Input of the ranks of one size; each rank loads the model as `load_causal_lm` does."""
 
     tp_size: int
     options: ModelOptions
@@ -277,10 +275,10 @@ def check_ranks(job: RankJob) -> Iterator[Finding]:
     """Yield the finding on one size."""
     name = f"tensor parallel {job.tp_size}"
     with tempfile.TemporaryDirectory(prefix="triptych_ranks_") as folder:
-        # A fork server that has only run the imports, which take seconds, starts the ranks of all sizes.
+        # One fork server does the imports, which take seconds, and then starts the ranks of all sizes.
         multiprocessing.set_forkserver_preload(["tools.check_model"])
         arguments = (job, folder)
-        try:  # a failed rank ends the others
+        try:  # a failed rank terminates the others
             multiprocessing.start_processes(
                 run_rank, arguments, nprocs=job.tp_size, start_method="forkserver"
             )
@@ -294,7 +292,7 @@ def check_ranks(job: RankJob) -> Iterator[Finding]:
 
 
 def run_rank(rank: int, job: RankJob, folder: str) -> None:
-    """Compute with one rank's slices; the first rank writes logits of the slices and of the whole model.
+    """Compute with one rank's slices; rank 0 writes the logits of the slices and of the whole model.
     Every rank must call this.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # there may be fewer GPUs than ranks

@@ -1,7 +1,7 @@
 """Checks whether this machine can run the programs: one line per requirement.
 
-A line is ok, a note, or a problem with its cure; the exit code is 1 if there is a problem. torch,
-transformers and deepspeed may be missing: the check then says what to install.
+A line is ok, a note, or a problem with its cure; the exit code is 1 if there is a problem. It works without
+torch, transformers and deepspeed, and then says what to install.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from pathlib import Path
 from common.flags.streams import run_tool
 
 ROOT = Path(__file__).resolve().parents[1]
-IMPORTED = ("torch", "transformers", "deepspeed")  # their internals are used: another version is a problem
+IMPORTED = ("torch", "transformers", "deepspeed")  # we use their internals: another version is a problem
 OK = "ok"
 NOTE = "note"
 PROBLEM = "problem"
@@ -29,7 +29,7 @@ def check_packages() -> Iterator[Line]:
     from packaging.requirements import Requirement
 
     state = OK if sys.version_info >= (3, 11) else PROBLEM
-    yield state, "Python", f"{platform.python_version()}, where 3.11 or later is needed"
+    yield state, "Python", f"{platform.python_version()}; 3.11 or later is needed"
     needed, _, optional = (ROOT / "requirements.txt").read_text(encoding="utf-8").partition("\n# Only ")
     for lines, if_missing in ((needed, PROBLEM), (optional.partition("\n")[2], NOTE)):
         for text in filter(None, (line.partition("#")[0].strip() for line in lines.splitlines())):
@@ -42,7 +42,7 @@ def check_packages() -> Iterator[Line]:
                 continue
             if not wanted.specifier.contains(installed, prereleases=True):
                 state = PROBLEM if wanted.name in IMPORTED else NOTE
-                yield state, wanted.name, f"{installed}, where {text} was tested; {cure}"
+                yield state, wanted.name, f"{installed}, but {text} was tested; {cure}"
     for name in IMPORTED:
         yield try_import(name, "pip install -r requirements.txt")
 
@@ -56,7 +56,7 @@ def try_import(name: str, cure: str) -> Line:
 
 
 def check_devices() -> Iterator[Line]:
-    """Name the GPUs that torch sees, and say why if it does not see one that is present."""
+    """Name the GPUs that torch sees; report a GPU that only nvidia-smi sees."""
     import torch
 
     for index in range(torch.cuda.device_count()):
@@ -64,9 +64,9 @@ def check_devices() -> Iterator[Line]:
         text = f"{torch.cuda.get_device_name(index)}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
         if torch.cuda.get_device_capability(index) < (8, 0):
             yield NOTE, f"GPU {index}", "emulates bf16, and has no attention kernels: --dtype fp32 or fp16"
-        is_taken = free < total / 2
-        cure = "; another process holds its memory: nvidia-smi" if is_taken else ""
-        yield NOTE if is_taken else OK, f"GPU {index}", text + cure
+        is_in_use = free < total / 2
+        cure = "; another process uses its memory: nvidia-smi" if is_in_use else ""
+        yield NOTE if is_in_use else OK, f"GPU {index}", text + cure
     if torch.cuda.device_count():
         cure = "pip install --no-build-isolation -r requirements-gpu.txt"
         if importlib.util.find_spec("flash_attn"):
@@ -78,25 +78,25 @@ def check_devices() -> Iterator[Line]:
     driver = shutil.which("nvidia-smi")
     seen = subprocess.run([driver, "-L"], capture_output=True, text=True, timeout=20).stdout if driver else ""
     if seen.strip():
-        cure = "install torch's CUDA build; look at CUDA_VISIBLE_DEVICES and at the driver's age"
-        yield PROBLEM, "GPUs", f"nvidia-smi sees {seen.splitlines()[0]}, and torch does not; {cure}"
+        cure = "install torch's CUDA build; check CUDA_VISIBLE_DEVICES and the driver's version"
+        yield PROBLEM, "GPUs", f"nvidia-smi sees {seen.splitlines()[0]}, but torch does not; {cure}"
     else:
         yield NOTE, "GPUs", "none: programs run on the CPU, in fp32 by default"
 
 
 def main() -> int:
     """Print all lines and a verdict; return the exit code."""
-    num_bad = 0
+    num_problems = 0
     for check in (check_packages, check_devices):
         try:
             for state, name, text in check():
                 print(f"{state:<8} {name:<22} {text}", flush=True)
-                num_bad += state == PROBLEM
+                num_problems += state == PROBLEM
         except Exception as error:  # usually a missing package; the next check still runs
             print(f"{PROBLEM:<8} {check.__name__:<22} {type(error).__name__}: {error}", flush=True)
-            num_bad += 1
-    print(f"\n{num_bad} problems" if num_bad else "\nok: this machine can run the programs")
-    return int(num_bad > 0)
+            num_problems += 1
+    print(f"\n{num_problems} problems" if num_problems else "\nok: this machine can run the programs")
+    return int(num_problems > 0)
 
 
 if __name__ == "__main__":

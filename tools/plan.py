@@ -1,12 +1,12 @@
-"""Plans whether a run fits its machines, which flags to change if not, and what ranks send.
+"""Plans whether a run fits its machines, which flags to change if not, and what each rank receives.
 
     python -m tools.plan --stage 3 --actor_model_name_or_path SFT --critic_model_name_or_path REWARD \
         --actor_zero_stage 3 --enable_hybrid_engine --gpu a100-80g --num_gpus 8
 
 The flags are those of the step and of the machines. Nothing is loaded and no GPU is needed: the figures are
-computed from the models' configurations (`memory_plan.py`, `traffic_plan.py`). The exit code is 1 if it does
-not fit. run.sh, train.py and the steps' programs call it with --gpu here before a step starts: then the exit
-code is 2 if it does not fit, and 0 after a one-line note if it cannot be planned.
+computed from the models' configurations (`memory_plan.py`, `traffic_plan.py`). The exit code is 1 if the run
+does not fit. run.sh, train.py and the steps' programs call it with --gpu here before a step starts: then the
+exit code is 2 if the run does not fit, and 0 after a one-line note if it cannot be planned.
 """
 
 import math
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def plan_start(args: Any, problems: Problems) -> None:
-    """Print the plan of a step on this machine's GPUs; exit with 2 if it does not fit.
+    """Print the plan of a step on this machine's GPUs; exit with 2 if the step does not fit.
 
     Nothing else prevents a start: the step itself reports invalid flags better.
     """
@@ -59,7 +59,7 @@ def plan_start(args: Any, problems: Problems) -> None:
             raise ValueError(problems.messages[0])
         memory = MemoryPlan(run)
         lines = [*head_lines(run)[:1], *memory_lines(run, memory), "", *verdict_lines(run, memory)]
-    except Exception as error:  # any error of a model's code or a driver: a start needs no plan
+    except Exception as error:  # any error of a model's code or a driver; a step can start without a plan
         print(f"no memory plan: {first_line(error)}", flush=True)
         return
     print("\n".join(lines), flush=True)
@@ -70,14 +70,14 @@ def plan_start(args: Any, problems: Problems) -> None:
 
 
 def with_own_gpu(args: Any) -> Any:
-    """The flags with name and memory of the smallest GPU of this machine, and with its precision.
+    """The flags with the name, memory and precision of this machine's smallest GPU.
 
     Raises ValueError if torch sees none.
     """
     if not distributed.has_gpu():
         raise ValueError("torch sees no GPU")
-    used = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())][: args.num_gpus]
-    smallest = min(used, key=lambda gpu: gpu.total_memory)
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())][: args.num_gpus]
+    smallest = min(gpus, key=lambda gpu: gpu.total_memory)
     gib = args.gpu_memory_gib or smallest.total_memory / 2**30
     return replace(args, gpu=smallest.name, gpu_memory_gib=gib, dtype=distributed.dtype_name(args.dtype))
 
@@ -86,10 +86,10 @@ def with_own_gpu(args: Any) -> Any:
 
 
 def grid(rows: Sequence[Sequence[str]], num_left: int = 1) -> list[str]:
-    """The rows as lines with aligned columns, the first `num_left` of them left-aligned."""
+    """The rows as lines with aligned columns, the first `num_left` columns left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    shapes = [f"{{:{'<' if i < num_left else '>'}{width}}}" for i, width in enumerate(widths)]
-    return ["  ".join(shapes).format(*row).rstrip() for row in rows]
+    formats = [f"{{:{'<' if i < num_left else '>'}{width}}}" for i, width in enumerate(widths)]
+    return ["  ".join(formats).format(*row).rstrip() for row in rows]
 
 
 def gib(num_bytes: float) -> str:
@@ -104,7 +104,7 @@ def head_lines(run: Run) -> list[str]:
     for role in run.roles:
         model = role.model
         family = model.plain.config.model_type + (", adapters off" if role.spec.uses_actor else "")
-        family += ", base above" if role.num_shared and not role.spec.uses_actor else ""
+        family += ", base shared" if role.num_shared and not role.spec.uses_actor else ""
         trained = f"{model.num_trained / 1e6:,.1f}" if role.spec.is_trained else "-"
         stage = str(role.zero.stage) if role.spec.is_trained or role.is_sharded else "-"
         rows.append([role.name, family, f"{model.num_params / 1e6:,.1f}", trained, stage])
@@ -123,7 +123,7 @@ def memory_lines(run: Run, memory: MemoryPlan) -> list[str]:
         ["", "", *(m.role for m in moments)],
         ["", "", *(m.verb if m.verb in TRAINING else "" for m in moments)],
         *item_rows([m.gpu for m in moments]),
-        ["all", "", *(gib(m.total) for m in moments)],
+        ["total", "", *(gib(m.total) for m in moments)],
         [f"left of {run.memory_bytes / 2**30:g}", "", *(gib(run.memory_bytes - m.total) for m in moments)],
     ]
     on_cpu = item_rows([m.cpu for m in moments])
@@ -132,16 +132,16 @@ def memory_lines(run: Run, memory: MemoryPlan) -> list[str]:
         blank = [""] * (len(moments) + 1)
         rows += [["CPU memory of a rank, GiB", *blank], *on_cpu, ["all ranks of a machine", "", *totals]]
     loading = gib(memory.loading)
-    return [*grid(rows, num_left=2), f"while models are loaded, a machine's CPU holds up to {loading} GiB"]
+    return [*grid(rows, num_left=2), f"loading needs up to {loading} GiB of a machine's CPU memory"]
 
 
 def item_rows(columns: Sequence[Holdings]) -> list[list[str]]:
-    """A row for each item of a role that is not negligible."""
-    keys = dict.fromkeys(key for held in columns for key in held)
+    """A row for each role's item that is not negligible."""
+    keys = dict.fromkeys(key for column in columns for key in column)
     roles = list(dict.fromkeys(role for role, _ in keys))
     rows = []
     for role, item in sorted(keys, key=lambda key: roles.index(key[0])):
-        cells = [gib(held.get((role, item), 0.0)) for held in columns]
+        cells = [gib(column.get((role, item), 0.0)) for column in columns]
         if any(cell not in ("-", "0.00") for cell in cells):
             rows.append([role, item, *cells])
     return rows
@@ -150,28 +150,28 @@ def item_rows(columns: Sequence[Holdings]) -> list[list[str]]:
 def verdict_lines(run: Run, memory: MemoryPlan) -> list[str]:
     """Whether the run fits, and changes that would make it fit."""
     peak = memory.peak
-    what = f"{peak.phase}, {peak.verb}" if peak.verb in TRAINING else f"{peak.phase} {peak.role}".strip()
+    phase = f"{peak.phase}, {peak.verb}" if peak.verb in TRAINING else f"{peak.phase} {peak.role}".strip()
     if memory.fits:
-        return [f"fits: at the peak, {what}, {gib(memory.left)} GiB are left"]
+        return [f"fits: at the peak, {phase}, {gib(memory.left)} GiB are left"]
     if memory.left < 0:
-        verdict = f"does not fit: {what} takes {gib(peak.total)} GiB, {gib(-memory.left)} too many"
+        verdict = f"does not fit: {phase} needs {gib(peak.total)} GiB, {gib(-memory.left)} too many"
     else:
         needed = max(memory.cpu_peak, memory.loading)
-        known = run.args.cpu_memory_gib
-        verdict = f"does not fit: a machine's CPU memory, {gib(needed)} GiB of {known:.2f}"
+        available = run.args.cpu_memory_gib
+        verdict = f"does not fit: a machine needs {gib(needed)} GiB of CPU memory, and has {available:.2f}"
     changes = find_changes(run)
     if changes is None:
         return [verdict, "no combination of flags makes it fit: use more GPUs or a smaller model"]
     left = MemoryPlan(apply(run, changes)).left
     flags = {name: value for change in changes for name, value in change.flags.items()}
-    words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in flags.items()]
+    argv = [f"--{name}" if value is True else f"--{name} {value}" for name, value in flags.items()]
     costs = "; ".join(dict.fromkeys(change.cost for change in changes))
-    return [verdict, f"change: {' '.join(words)}", f"        leaves {gib(left)} GiB; {costs}"]
+    return [verdict, f"change: {' '.join(argv)}", f"        leaves {gib(left)} GiB; {costs}"]
 
 
 def traffic_lines(run: Run) -> list[str]:
     """Bytes that a rank receives in each phase of a step."""
-    rows = [["received per rank and step, GiB", "in its machine", "from others", "from and to the CPU"]]
+    rows = [["received per rank and step, GiB", "in the machine", "from others", "from and to the CPU"]]
     rows += [[name, *map(gib, asdict(phase).values())] for name, phase in plan_traffic(run).items()]
     return grid(rows)
 
@@ -181,16 +181,16 @@ def assumption_lines(run: Run) -> list[str]:
     args = run.args
     cpu = f"{args.cpu_memory_gib:g} GiB" if args.cpu_memory_gib else "not known, so not checked"
     lines = [
-        f"CPU memory {cpu}; attention of transformers for the family, without flash-attn",
+        f"CPU memory {cpu}; the family's attention in transformers, without flash-attn",
         f"sequences are full: {run.length} tokens; a pass has {run.tokens_per_pass:,} tokens, one without "
         f"gradients {run.tokens_per_score:,}; passes per optimizer step: {run.num_micro_batches}",
     ]
     if run.actor:
-        again = "are recomputed" if is_recomputed(run) else "are the sampler's"
-        way = "gathered layer by layer" if run.gathers_by_layer else f"by replicas of {run.tp_size}"
+        source = "are recomputed" if is_recomputed(run) else "are the sampler's"
+        weights = "gathered layer by layer" if run.gathers_by_layer else f"by replicas of {run.tp_size}"
         lines += [
-            f"generation {way}: {run.num_slots} sequences at a time, slots of {run.length} tokens",
-            f"log-probabilities at rollout {again} (--old_logprobs {args.old_logprobs})",
+            f"generation {weights}: {run.num_slots} sequences at a time, slots of {run.length} tokens",
+            f"log-probabilities at rollout {source} (--old_logprobs {args.old_logprobs})",
             "no unsupervised text, no evaluation, no rewards other than models",
         ]
     return ["assumed", *(f"  {line}" for line in lines)]
@@ -207,7 +207,7 @@ class Change(NamedTuple):
 
 
 def apply(run: Run, changes: Sequence[Change]) -> Run | None:
-    """The run with the changes applied one after the other; None if its flags exclude each other."""
+    """The run with the changes applied one after the other; None if the flags exclude each other."""
     args = run.args
     for change in changes:
         args = replace(args, **change.flags)
@@ -217,27 +217,27 @@ def apply(run: Run, changes: Sequence[Change]) -> Run | None:
 def find_changes(run: Run) -> list[Change] | None:
     """Changes that together make a run fit, all of them necessary; None if there are none.
 
-    They are applied one after the other, the cheapest first, until the run fits; then those that are not
-    needed are dropped, the most expensive first.
+    They are applied one after the other, the cheapest first, until the run fits; then unnecessary ones are
+    dropped, the most expensive first.
     """
 
-    def lacking(changes: Sequence[Change]) -> float:
-        """Bytes that are missing: 0 if it fits, inf if the flags exclude each other."""
+    def missing_bytes(changes: Sequence[Change]) -> float:
+        """Bytes that are missing: 0 if the run fits, inf if the flags exclude each other."""
         changed = apply(run, changes)
         return math.inf if changed is None else MemoryPlan(changed).lacking
 
     chosen: list[Change] = []
     for change in candidate_changes(run):
-        too_many = lacking([*chosen, change])
-        if too_many < math.inf:
+        missing = missing_bytes([*chosen, change])
+        if missing < math.inf:
             chosen.append(change)
-        if too_many == 0:
+        if missing == 0:
             break
     else:
         return None
     for change in reversed(chosen):
         rest = [other for other in chosen if other is not change]
-        chosen = rest if lacking(rest) == 0 else chosen
+        chosen = rest if missing_bytes(rest) == 0 else chosen
     return chosen
 
 
@@ -255,48 +255,48 @@ def candidate_changes(run: Run) -> Iterator[Change]:
     recompute = {f"{role}gradient_checkpointing": True for role in roles}
     yield Change(recompute, "a third more arithmetic in training")
     cap = args.max_tokens_per_micro_batch
-    no_other: dict[str, Any] = {}
+    same_cap: dict[str, Any] = {}  # scoring passes get the training passes' cap
     if is_ppo and args.max_tokens_per_scoring_pass not in (0, cap):
-        no_other = {"max_tokens_per_scoring_pass": 0}
-        yield Change(no_other, "smaller scoring passes")
+        same_cap = {"max_tokens_per_scoring_pass": 0}
+        yield Change(same_cap, "smaller scoring passes")
     if cap:
         for n in halvings(cap, run.row_length):
-            yield Change({"max_tokens_per_micro_batch": n} | no_other, "more and smaller passes")
+            yield Change({"max_tokens_per_micro_batch": n} | same_cap, "more and smaller passes")
     else:
         name = "per_device_training_batch_size" if is_ppo else "per_device_train_batch_size"
-        yield from _in_parts(args, name, "gradient_accumulation_steps", "more and smaller passes")
+        yield from _smaller_batches(args, name, "gradient_accumulation_steps", "more and smaller passes")
     if is_ppo and args.enable_hybrid_engine:
         for n in halvings(run.num_slots):
             yield Change({"generation_slots": n}, fewer)
     elif is_ppo:
-        yield from _in_parts(args, "per_device_generation_batch_size", "generation_batches", fewer)
+        yield from _smaller_batches(args, "per_device_generation_batch_size", "generation_batches", fewer)
     for role in run.roles:
         if not role.spec.is_trained and not role.spec.uses_actor:
             flag = f"offload_{'reference' if role.name == 'reference' else 'reward'}_model"
-            yield Change({flag: True}, "its weights come from the CPU at every step")
+            yield Change({flag: True}, "its weights are copied from the CPU in every step")
     for stage in (1, 2, 3):
         if stage > run.roles[0].zero.stage:
             yield Change({f"{role}zero_stage": stage for role in roles}, "more communication")
-    for what in ("optimizer", "all"):
-        yield Change({"offload": what}, "Adam runs on the CPU: slow")
+    for offload in ("optimizer", "all"):
+        yield Change({"offload": offload}, "Adam runs on the CPU: slow")
     for n in working_tp_sizes(run.actor.model.plain) if run.actor else ():
         if args.inference_tp_size < n <= args.num_gpus:
             yield Change({"inference_tp_size": n, "enable_hybrid_engine": True}, "tensor-parallel generation")
     yield Change({f"{role}lora_dim": 64 for role in roles}, "trains adapters only: different results")
 
 
-def _in_parts(args: Any, size_flag: str, count_flag: str, cost: str) -> Iterator[Change]:
-    """Yield changes that split a batch into smaller parts, and correspondingly more of them."""
+def _smaller_batches(args: Any, size_flag: str, count_flag: str, cost: str) -> Iterator[Change]:
+    """Yield changes to smaller batches, and correspondingly more of them."""
     size, count = getattr(args, size_flag), getattr(args, count_flag)
     for n in halvings(size):
         yield Change({size_flag: n, count_flag: count * size // n}, cost)
 
 
-def halvings(number: int, least: int = 1) -> list[int]:
-    """The number halved repeatedly, down to `least`."""
-    if number % 2 or number // 2 < least:
+def halvings(number: int, minimum: int = 1) -> list[int]:
+    """The number halved repeatedly while it is even, down to `minimum`."""
+    if number % 2 or number // 2 < minimum:
         return []
-    return [number // 2, *halvings(number // 2, least)]
+    return [number // 2, *halvings(number // 2, minimum)]
 
 
 if __name__ == "__main__":

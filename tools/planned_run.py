@@ -1,4 +1,4 @@
-"""Inputs of a plan: models on torch's meta device, machines, and the flags of a step. Loads nothing."""
+"""Inputs of a plan: models on torch's meta device, machines, and the flags of a step. Loads no weights."""
 
 import copy
 import json
@@ -47,7 +47,7 @@ SHAPES = Path(__file__).resolve().parents[1] / "training_scripts/model_shapes.js
 
 
 class PlannedModel:
-    """A model without weights: `plain` of transformers, and `module`, which has the adapters of `lora`.
+    """A model without weights: `plain` of transformers, and `module`, the same with the adapters of `lora`.
 
     Raises ValueError for a classifier without a `score` head, or if no layer would get an adapter.
     """
@@ -76,7 +76,7 @@ class PlannedModel:
         self.head = adapted.score if self.is_value_model else adapted.get_output_embeddings()
         if self.head is None:
             raise ValueError(f"{type(plain).__name__} has no linear `score` head")
-        # ZeRO 3 always gathers the parameters of a module together.
+        # ZeRO 3 gathers all parameters of a module at once.
         modules = self.module.modules()
         self.largest_module = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in modules)
 
@@ -93,7 +93,7 @@ class PlannedModel:
 
 @cache
 def with_adapters(model: PlannedModel, lora: LoraOptions) -> PlannedModel:
-    """The model with adapters, or unchanged if `lora` has none."""
+    """The model with the adapters of `lora`, or unchanged without any."""
     return PlannedModel(model.plain, lora) if lora.dim or lora.folder else model
 
 
@@ -106,8 +106,8 @@ class Switch(NamedTuple):
     new: int  # in its slices, except views of the trainer's weights
     from_gather_group: int  # received
     from_all: int  # received
-    staged: int  # in send and receive buffers until the slices are built: peak of `at_once` layers
-    new_at_once: int  # of `new`, peak of `at_once` layers: copied into slices that are kept
+    staged: int  # in send and receive buffers until the slices are built: largest sum of `at_once` layers
+    new_at_once: int  # largest part of `new` in `at_once` layers: copied into slices that are kept
 
 
 @cache
@@ -120,18 +120,18 @@ def plan_switch(
     """
     cuts = model.find_cuts(layout.tp_size)
     weights = trained_weights(model.module)
-    new = near = far = max_staged = max_new = 0
+    new = from_group = from_all = max_staged = max_new = 0
     for names in group_by_layers(list(weights), at_once):
         staged = 0
-        before = new
+        new_before = new
         for name in names:
             plan = plan_weight(tuple(weights[name].parameter.shape), cuts.get(name), layout)
             is_view = plan.cut is None or (plan.cut.dim == 0 and len(plan.cut.ranges[0]) == 1)
             if is_sharded:
                 is_view = plan.is_view
                 received = plan.count_received()
-                near += received if plan.route is Route.ROWS else 0
-                far += received if plan.route is not Route.ROWS else 0
+                from_group += received if plan.route is Route.ROWS else 0
+                from_all += received if plan.route is not Route.ROWS else 0
                 if plan.route is Route.BLOCKS:
                     staged += 2 * received
                 elif plan.route is Route.WHOLE and plan.cut is not None:
@@ -141,8 +141,8 @@ def plan_switch(
             is_merged = weights[name].lora_a is not None or (is_packed and is_linear)
             new += 0 if is_view and not is_merged else prod(plan.local_shape)
         max_staged = max(max_staged, staged)
-        max_new = max(max_new, new - before)
-    return Switch(new, near, far, max_staged, max_new)
+        max_new = max(max_new, new - new_before)
+    return Switch(new, from_group, from_all, max_staged, max_new)
 
 
 # ---- the run --------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class PlanArguments(StageArguments):
 
     gpu: str = flag(
         "h100-80g",
-        "kind of device; here: that of this machine, and a run that cannot be planned starts anyway",
+        "device type; here: this machine's, and a run that cannot be planned starts anyway",
         choices=(*DEVICES, THIS_MACHINE),
     )
     num_gpus: int = flag(1, "GPUs, or CPU processes, per machine", low=1)
@@ -175,7 +175,7 @@ class Role:
     spec: RoleSpec
     model: PlannedModel  # with its adapters
     zero: DeepSpeedZeroConfig  # effective stage; sizes in elements
-    num_shared: int = 0  # parameters shared with an earlier role, which holds them
+    num_shared: int = 0  # parameters shared with an earlier role, which owns them
     num_packed: int = 0  # own parameters in 4 bits
 
     @property
@@ -195,7 +195,7 @@ class Role:
 
     @property
     def steps_on_cpu(self) -> bool:
-        """Whether its optimizer states, and its optimizer's step, are on the CPU."""
+        """Whether its optimizer's states and step are on the CPU."""
         return self.zero.offload_optimizer is not None
 
     @property
@@ -229,9 +229,9 @@ class Run:
         self.actor = self.roles[0] if is_ppo else None  # the role that generates
         self.length = sequence_length(args)
         sequences_of_row = 2 if args.stage == 2 and not args.is_unpaired else 1  # pairs
-        self.row_length = self.length * sequences_of_row  # tokens that stay together in a pass
+        self.row_length = self.length * sequences_of_row  # tokens that a pass cannot split
         rows = args.per_device_training_batch_size if is_ppo else args.per_device_train_batch_size
-        # For training, and in step 3 for scoring; pairs are planned as if their prompts were empty.
+        # Sequences that share a prompt; pairs are planned as if their prompts were empty.
         self.group_size = (
             args.num_samples_per_prompt if is_ppo and shares_prompts(args, models["actor"]) else 1
         )
@@ -250,29 +250,27 @@ class Run:
         if not self.actor:
             return
         self.num_samples = args.samples_per_step
-        # 1 if the family has no plan, as in the hybrid engine.
+        # As in the hybrid engine, 1 if the family has no plan.
         self.tp_size = args.inference_tp_size if models["actor"].find_cuts(args.inference_tp_size) else 1
         self.has_contiguous_groups = args.inference_tp_groups == "contiguous"
         is_hybrid = args.enable_hybrid_engine
         self.gathers_by_layer = is_hybrid and args.unpin_actor_parameters and self.actor.is_sharded
         # Sequences that a replica generates at a time; transformers' generate runs a whole batch.
-        waiting = args.per_device_generation_batch_size * args.num_samples_per_prompt * self.tp_size
-        self.num_slots = min(args.generation_slots or DEFAULT_SLOTS, waiting) if is_hybrid else waiting
+        num_all = args.per_device_generation_batch_size * args.num_samples_per_prompt * self.tp_size
+        self.num_slots = min(args.generation_slots or DEFAULT_SLOTS, num_all) if is_hybrid else num_all
 
     def count_tokens(self, rows: int) -> int:
-        """The largest number of tokens computed for this many adjacent rows: each group's prompt counts
-        once.
-        """
+        """The largest number of tokens computed for adjacent rows: a group's prompt counts once."""
         num_groups = (
             rows // self.group_size if rows % self.group_size == 0 else (rows - 2) // self.group_size + 2
         )
-        num_twice = rows - min(num_groups, rows)
-        return rows * self.row_length - num_twice * (self.args.max_prompt_seq_len if self.actor else 0)
+        num_spared = rows - min(num_groups, rows)  # prompts that are not recomputed
+        return rows * self.row_length - num_spared * (self.args.max_prompt_seq_len if self.actor else 0)
 
     def plan_switch(self) -> Switch:
         """Elements that the switch to generation moves and holds on a rank."""
         is_contiguous = self.has_contiguous_groups
-        rank = int(is_contiguous and self.num_ranks > 1)  # like most ranks, it has no part of its slice
+        rank = int(is_contiguous and self.num_ranks > 1)  # a typical rank: it owns no part of its slice
         return plan_switch(
             self.actor.model,
             TPLayout(self.num_ranks, self.tp_size, rank, is_contiguous),
@@ -283,7 +281,7 @@ class Run:
 
 
 def shares_prompts(args: Any, model: PlannedModel) -> bool:
-    """Whether a group's prompt is computed once."""
+    """Whether a group's prompt is computed only once."""
     has_kernels = args.gpu == "cpu" or args.dtype != "fp32"
     return (
         has_kernels and not args.no_share_prompts and takes_own_kernels(type(model.plain), model.plain.config)
@@ -329,7 +327,7 @@ def read_run(args: Any, problems: Problems) -> Run:
 
 
 def build_run(args: Any, models: Models, problems: Problems) -> Run | None:
-    """The run of these models; None after adding why a step would reject its flags."""
+    """The run of these models; None after adding the problems for which a step would reject its flags."""
     if args.dtype in ("", "auto"):  # the programs' default on such a device
         args = replace(args, dtype="fp32" if args.gpu in WITHOUT_BF16 else "bf16")
     startup.check_offload(args, args.dtype, problems)
@@ -361,7 +359,7 @@ def read_models(args: Any, problems: Problems) -> Models:
 
 
 def read_model(args: Any, spec: RoleSpec, problems: Problems) -> PlannedModel | None:
-    """The model; None after adding why it cannot be planned."""
+    """The model; None after adding the problem if it cannot be planned."""
     config = None
     with problems.catch():
         config = known_config(base_of(spec.path)) or model_checks.check_model(
@@ -384,8 +382,7 @@ def read_model(args: Any, spec: RoleSpec, problems: Problems) -> PlannedModel | 
 def find_specs(args: Any, problems: Problems) -> list[RoleSpec]:
     """The roles of the step; adds problems for missing ones.
 
-    Only folders can be shared bases: a hub name stands for the exports of earlier steps, which are separate
-    models.
+    Only folders can be shared bases: a hub name means exports of earlier steps, which are separate models.
     """
     if args.stage < 3:
         spec = RoleSpec("policy", "--model_name_or_path", args, args.load_in_4bit, is_trained=True)
@@ -398,7 +395,7 @@ def find_specs(args: Any, problems: Problems) -> list[RoleSpec]:
         has_critic = find_algorithm(args.algorithm).needs_critic
         problems.add_if(
             has_critic and not default_critic(args),
-            "--critic_model_name_or_path is needed for --stage 3: give it, or an --algorithm without a "
+            "--critic_model_name_or_path is required for --stage 3: set it, or use an --algorithm without a "
             "critic, such as grpo",
         )
     with problems.catch():
@@ -410,6 +407,6 @@ def find_specs(args: Any, problems: Problems) -> list[RoleSpec]:
 
 
 def known_config(path: str) -> Any:
-    """Configuration of a model in model_shapes.json, so that the hub is not needed; None for others."""
+    """Configuration of a model in model_shapes.json, which avoids the hub; None for other models."""
     shape = {} if Path(path).exists() else json.loads(SHAPES.read_text()).get(path)
     return AutoConfig.for_model(**shape) if shape else None

@@ -2,13 +2,13 @@
 communication. Not measured.
 
     score, train   the longer of arithmetic and gathers, which overlap
-    switch         its gathers, and the copies of states kept on the CPU
+    switch         gathers, and copies of states kept on the CPU
     generate       prompts: arithmetic. A token step: reads of weights, keys and values, kernel launches,
                    all-reduces of a replica's ranks; nothing overlaps
     gathers        the longer of both links' transfers, and the hops of a ring for each matrix
 
-Left out: the optimizer's step, advantages, the exchange of rows, rewards that are not models, ranks waiting
-for one another. Every response is at full length, as in the other plans.
+Left out: the optimizer's step, advantages, the exchange of rows, rewards that are not models, waits for
+other ranks. Every response has full length, as in the other plans.
 """
 
 import math
@@ -30,7 +30,7 @@ class Machines(NamedTuple):
 
     flops: float
     memory: float
-    near: float  # to a GPU of the same machine
+    near: float  # to a GPU in the same machine
     far: float  # to another machine, per GPU
     host: float  # to the CPU's memory
     arithmetic_share: float  # share of `flops` that passes reach
@@ -44,8 +44,8 @@ class Machines(NamedTuple):
 # flops, memory, near: NVIDIA's data sheet of the H100 SXM. far: 400 Gbit/s of InfiniBand per GPU, as in
 # a DGX H100. host: PCIe 5.0 x16. ring, tree: the latencies of NCCL's own model (src/graph/tuning.cc, LL128).
 # arithmetic_share: torchtitan's Llama-3.1-8B on 8 H100 reaches about 0.39, nanochat 0.40 to 0.46.
-# layer_seconds: DeepSpeed's 2.8 ms for a token step of OPT-1.3B by a CUDA graph on an H100 (its pull request
-# 8271), without memory reads, per layer (of 24). memory_share, link_share: assumed.
+# layer_seconds: DeepSpeed's 2.8 ms for a token step of OPT-1.3B by CUDA graph on an H100 (its pull request
+# 8271), minus memory reads, per layer (of 24). memory_share, link_share: assumed.
 H100 = Machines(
     flops=1e12 * DEVICES["h100-80g"].tflops_16bit,
     memory=3.35e12,
@@ -86,9 +86,7 @@ class PhaseTime:
 
     @property
     def bound(self) -> str:
-        """The longest cause; one of the communication if that takes longer than the arithmetic that it
-        overlaps.
-        """
+        """The longest cause; a cause of communication if that exceeds the arithmetic that it overlaps."""
         causes = self.causes
         if self.is_overlapped and self.arithmetic < self.seconds:
             del causes["arithmetic"]
@@ -101,8 +99,8 @@ def plan_times(run: Run, machines: Machines = H100) -> dict[str, PhaseTime]:
     for name, phase in plan_traffic(run).items():
         verb, _, role_name = name.partition(" ")
         time = PhaseTime(is_overlapped=verb in ("score", "train"))
-        moved = max(phase.intra_bytes / machines.near, phase.inter_bytes / machines.far)
-        time.links = moved / machines.link_share
+        ideal_seconds = max(phase.intra_bytes / machines.near, phase.inter_bytes / machines.far)
+        time.links = ideal_seconds / machines.link_share
         time.host = phase.host_bytes / (machines.host * machines.link_share)
         if name == "switch":
             time.hops = _switch_hops(run, phase, machines)
@@ -128,7 +126,7 @@ def flops_of(model: PlannedModel) -> ModelFlops:
 
 
 def _pass_flops(run: Run, role: Role, *, is_training: bool) -> float:
-    """FLOPs of a rank's scoring in a step, or of its training in all epochs."""
+    """FLOPs of a rank in a step's scoring, or in its training over all epochs."""
     args = run.args
     flops = flops_of(role.model)
     rows = run.num_samples if run.actor else run.sequences_per_update
@@ -153,7 +151,7 @@ def ring_seconds(run: Run, size: int, machines: Machines, stride: int = 1) -> fl
 
 
 def tree_seconds(run: Run, size: int, machines: Machines, stride: int = 1) -> float:
-    """Seconds of the hops of a small all-reduce, up a tree and down: a chain in each machine."""
+    """Seconds of the hops of a small all-reduce, up and down a tree with a chain in each machine."""
     if size == 1:
         return 0.0
     per_node = max(min(run.args.num_gpus // stride, size), 1)
@@ -163,8 +161,8 @@ def tree_seconds(run: Run, size: int, machines: Machines, stride: int = 1) -> fl
 
 def count_matrices(role: Role) -> int:
     """Number of weights that ZeRO 3 gathers: those too large to stay whole."""
-    bound = role.zero.param_persistence_threshold
-    return sum(p.numel() > bound for p in role.model.module.parameters())
+    threshold = role.zero.param_persistence_threshold
+    return sum(p.numel() > threshold for p in role.model.module.parameters())
 
 
 def _gather_hops(run: Run, role: Role, machines: Machines, *, is_training: bool) -> float:

@@ -47,7 +47,7 @@ def run_plan(capsys) -> Plan:
         (("--critic_offload", "param"), "--critic_offload param needs --critic_zero_stage 3, not 0"),
         (("--max_answer_seq_len", "5000"), "tokens are more than the model's 2048 positions"),
         (("--ds_config", "missing.json"), "--ds_config missing.json cannot be read as JSON"),
-        (("--critic_model_name_or_path", ""), "--critic_model_name_or_path is needed for --stage 3: give it"),
+        (("--critic_model_name_or_path", ""), "--critic_model_name_or_path is required for --stage 3"),
         (
             ("--actor_lora_dim", "8", "--actor_lora_module_name", "x"),
             "matches no linear layer and no stacked",
@@ -88,7 +88,7 @@ def test_the_tables_say_what_the_numbers_are(run_plan):
     assert received == [f"{phase.intra_bytes / GIB:.2f}", "-", "-"]
     lines = printed.splitlines()
     top = next(i for i, line in enumerate(lines) if line.startswith("GPU memory"))
-    bottom = next(i for i, line in enumerate(lines) if line.startswith("all "))
+    bottom = next(i for i, line in enumerate(lines) if line.startswith("total "))
     columns = [line.split()[-3:] for line in lines[top + 3 : bottom]]
     sums = [sum(float(c[i]) for c in columns if c[i] != "-") for i in range(3)]
     assert sums == pytest.approx([float(x) for x in lines[bottom].split()[-3:]], abs=0.05)

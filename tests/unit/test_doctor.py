@@ -34,7 +34,7 @@ def test_missing_and_other_versions_are_told_with_what_to_install(tmp_path, monk
     assert "pytest" not in found and "deepspeed" not in found
     assert found["no-such-package"] == PROBLEM and found["no-such-toy"] == NOTE
     texts = {name: text for _, name, text in lines}
-    assert texts["torch"].endswith('where torch==0.1 was tested; pip install "torch==0.1"')
+    assert texts["torch"].endswith('but torch==0.1 was tested; pip install "torch==0.1"')
     assert found["import torch"] == OK
 
 

@@ -134,7 +134,7 @@ def test_log_probabilities_of_an_answer_have_its_end(ours):
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"prompt": [0x110000]}, "prompt", "the model has 1114112 tokens, and 1114112 is not"),
+        ({"prompt": [0x110000]}, "prompt", "1114112 is not one of the model's 1114112 tokens"),
         ({"prompt": [-1]}, "prompt", "body.prompt"),
         ({"prompt": "x", "max_tokens": 0}, None, "max_tokens: 0 needs echo"),
         ({"prompt": "x", "stream": True, "echo": True}, None, "not supported together with stream"),

@@ -268,7 +268,7 @@ def test_the_next_bottleneck_is_what_the_plan_says():
     assert [words for words in told if words not in SCALE_SECTION] == []
 
 
-# ---- the same work beside peers -------------------------------------------------------------------------
+# ---- the same work as peers -----------------------------------------------------------------------------
 
 PEERS, PEERS_SECTION = EVIDENCE["peers"], SECTIONS["peers"]
 TRAIN, MEMORY = BASELINES["train.cpu.json"]["ratios"], BASELINES["memory.cpu.json"]
