@@ -219,7 +219,7 @@ class Evaluation:
             metrics |= compare(judged, self.before) if self.before else {}
         if scores.judges and self.before:
             metrics |= self._compare_by_judges(batch) | scores.take_costs("eval")
-        if scores.bears_failures:
+        if scores.tolerates_failures:
             failed = gather_numbers(batch, failed=~scores.has_scores(batch))["failed"]
             metrics["eval/failed_fraction"] = float(failed.double().mean())
         self.step, self.metrics = step, metrics

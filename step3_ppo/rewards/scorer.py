@@ -50,7 +50,7 @@ class Scorer:
         return {name: reward for name, reward in self.texts.items() if isinstance(reward, JudgeReward)}
 
     @property
-    def bears_failures(self) -> bool:
+    def tolerates_failures(self) -> bool:
         """Whether a response without a score is tolerated; else its step is skipped."""
         return self.on_error != "refuse"
 
@@ -76,7 +76,7 @@ class Scorer:
         """
         if not self.specs:
             return {}
-        if self.bears_failures:
+        if self.tolerates_failures:
             scores = {
                 n: [torch.where(x.isfinite(), x, torch.nan) for x in tensors] for n, tensors in scores.items()
             }
@@ -89,7 +89,7 @@ class Scorer:
         total = []
         for index in range(num_batches):
             numbers = [(spec.weight, scores[spec.name][index].double().cpu()) for spec in self.specs]
-            if self.bears_failures:
+            if self.tolerates_failures:
                 default = self.default_score if self.on_error == "default" else 0.0
                 numbers = [(weight, torch.where(x.isnan(), default, x)) for weight, x in numbers]
             total.append(sum((weight * x for weight, x in numbers), self.bias).float())
@@ -199,7 +199,7 @@ class PendingScores:
     def _finish(self) -> Scores:
         environments = self.scorer.environments
         try:
-            if environments and environments.first_failure and not self.scorer.bears_failures:
+            if environments and environments.first_failure and not self.scorer.tolerates_failures:
                 raise RewardError(environments.first_failure)
             if not self._thread:
                 return {}
