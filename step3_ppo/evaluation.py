@@ -218,7 +218,7 @@ class Evaluation:
                 self.before = judged
             metrics |= compare(judged, self.before) if self.before else {}
         if scores.judges and self.before:
-            metrics |= self._compare_by_judges(batch) | scores.take_costs("eval")
+            metrics |= self._compare_by_judges(batch) | scores.pop_costs("eval")
         if scores.tolerates_failures:
             failed = gather_numbers(batch, failed=~scores.has_scores(batch))["failed"]
             metrics["eval/failed_fraction"] = float(failed.double().mean())

@@ -138,7 +138,7 @@ class PPOTrainer:
                 scores = torch.where(has_score, batch.numbers("scores"), torch.nan)
                 batch = batch.with_numbers("scores", scores)
             summary |= metrics.summarise_scores(batch, self.rollout.scores) | metrics.summarise_turns(batch)
-            summary |= self.rollout.scores.take_costs("reward")
+            summary |= self.rollout.scores.pop_costs("reward")
             if self.args.rollout_staleness:
                 # Mean number of PPO steps between the sampling of a token and this step.
                 summary["rollout/staleness"] = step - 1 - float(step_mean(batch.data["versions"]))

@@ -125,13 +125,13 @@ class Scorer:
             for name, number in rank_costs.items():
                 self.costs[name] = self.costs.get(name, 0.0) + number
 
-    def take_costs(self, group: str) -> dict[str, float]:
+    def pop_costs(self, group: str) -> dict[str, float]:
         """Costs of the judges since the last call, under the log names GROUP/NAME_calls, _cached,
         _prompt_tokens, _completion_tokens and _seconds (summed over requests).
         """
-        taken = self.costs
+        costs = self.costs
         self.costs = {}
-        return {f"{group}/{name}": number for name, number in taken.items()}
+        return {f"{group}/{name}": number for name, number in costs.items()}
 
     def has_scores(self, batch: PackedBatch) -> torch.Tensor:
         """Which responses (B,) bool have a score from every reward with a weight."""
