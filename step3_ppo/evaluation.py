@@ -205,7 +205,7 @@ class Evaluation:
     def evaluate(self, step: int) -> dict[str, float]:
         """Metrics of the responses of the current policy.
 
-        Training is not affected. Every rank must call this. Raises StepRefused if a reward fails.
+        Training is not affected. Every rank must call this. Raises StepSkipped if a reward fails.
         """
         batch = self._answer(step)
         scores = self.rollout.scores
@@ -231,7 +231,7 @@ class Evaluation:
         """Each judge's `eval/win_rate_NAME` of the responses against those before training.
 
         A win or a loss must hold in both orders; everything else counts half. A pair on which a judge fails
-        is not counted if failures are tolerated. Every rank must call this. Raises StepRefused.
+        is not counted if failures are tolerated. Every rank must call this. Raises StepSkipped.
         """
         scores = self.rollout.scores
         texts = [scores.decode(ids) for ids in batch.sequences("response_ids")]

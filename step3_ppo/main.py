@@ -31,7 +31,7 @@ from common.programs.training_loop import (
     save_model,
 )
 from common.ranks import distributed, watchdog
-from common.ranks.failures import StepRefused, TooManyBadSteps
+from common.ranks.failures import StepSkipped, TooManyBadSteps
 from common.runs.durable_files import SaveFailed, remove_folder
 from common.runs.export import save_export
 from common.runs.run import Run
@@ -112,7 +112,7 @@ def evaluate_and_export(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
     try:
         with watchdog.phase("the evaluation", step, clock="evaluate"):
             metrics = evaluation.evaluate(step)
-    except StepRefused as error:
+    except StepSkipped as error:
         run.record_bad_step(step, error)
         return
     if not args.output_dir or not evaluation.is_best(metrics):

@@ -13,7 +13,7 @@ import torch
 from common.data.global_batches import GlobalBatches
 from common.data.packed_batch import PackedBatch
 from common.ranks import distributed, watchdog
-from common.ranks.failures import StepRefused
+from common.ranks.failures import StepSkipped
 from common.ranks.step_costs import COSTS
 from common.runs.run import Run
 from common.runs.run_logger import RunLogger
@@ -76,7 +76,7 @@ class PPOTrainer:
     def train_step(self, step: int, run: Run) -> dict[str, float]:
         """Run (or finish) PPO step `step`, counted from 1; log and return its metrics.
 
-        The run counts skipped minibatches, and can stop between any two minibatches. Raises StepRefused if
+        The run counts skipped minibatches, and can stop between any two minibatches. Raises StepSkipped if
         the step's rollout cannot be trained on.
         """
         COSTS.begin_step()
@@ -96,7 +96,7 @@ class PPOTrainer:
                     if has_text_steps(self.args):
                         self.update(self.open_step, self.losses.update_on_text)
                     run_hooks("after_update", self, micro_batches)
-            except StepRefused as error:
+            except StepSkipped as error:
                 run.record_bad_step(step, error, self.open_step.position)
             run.checkpoint_if_due(step, self.open_step.position)
         return self.finish_step(self.open_step)
@@ -214,7 +214,7 @@ class PPOTrainer:
     def update(self, current: OpenStep, make_step: Callable[..., dict[str, float]], *what: Any) -> bool:
         """Take an optimizer step and record its metrics; return whether it was taken.
 
-        StepRefused leaves everything unchanged.
+        StepSkipped leaves everything unchanged.
         """
         with watchdog.phase("the updates", current.step):
             means = make_step(*what)

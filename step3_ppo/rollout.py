@@ -15,7 +15,7 @@ from common.data.packed_batch import ROW_IDS, PackedBatch, prompt_texts
 from common.generation.generate import Generation, PromptBatch
 from common.models.output_head import SamplingMask
 from common.ranks import distributed, watchdog
-from common.ranks.failures import StepRefused
+from common.ranks.failures import StepSkipped
 from step3_ppo.algorithms import divergence_beta
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.environments import KIND, NUM_TURNS, Conversation, scores_of
@@ -209,7 +209,7 @@ class Rollout:
         """The responses with the outputs of all roles; `texts` are the prompts' texts by number.
 
         With `is_trained_on=False` they get no values, and the trainer's log-probabilities over all tokens.
-        Every rank must call this. Raises StepRefused on all ranks for NaN, infinity, or if no response has a
+        Every rank must call this. Raises StepSkipped on all ranks for NaN, infinity, or if no response has a
         score.
         """
         roles = self.roles
@@ -232,7 +232,7 @@ class Rollout:
             columns["old_values"], numbers["next_values"] = values, last_values
         try:
             numbers |= pending.wait(roles.rewards)
-        except StepRefused as error:
+        except StepSkipped as error:
             error.batches = micro_batches
             raise
         with watchdog.phase("the gathering of the scores", clock="gather"):
@@ -257,14 +257,14 @@ class Rollout:
         gathered = distributed.gather_objects((own, bool(self.scores.has_scores(batch).any())))
         names = [name for name in SCORED if any(name in rank_names for rank_names, _ in gathered)]
         if names:
-            raise StepRefused(
+            raise StepSkipped(
                 f"{', '.join(names)} of the rollout are not finite: a model gives NaN or infinity; use "
                 "--dtype bf16 or fp32 in place of fp16, or lower the learning rate",
                 [batch],
             )
         if not any(has_score for _, has_score in gathered):
             failure = f"the first failure: {self.scores.first_failure}"
-            raise StepRefused(f"no response of the rollout has a score; {failure}", [batch])
+            raise StepSkipped(f"no response of the rollout has a score; {failure}", [batch])
 
 
 def repeat_each(items: Iterable[Any], times: int) -> list[Any]:

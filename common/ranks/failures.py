@@ -12,7 +12,7 @@ NO_ROOM = ("No space left", "Disk quota exceeded", "File too large")
 COMMUNICATION = ("/gloo/", "gloo::", "NCCL error", "ncclRemoteError", "ncclSystemError")
 
 
-class StepRefused(RuntimeError):
+class StepSkipped(RuntimeError):
     """A step was skipped before anything was changed; the message names the cause and the cure.
 
     Raised on every rank. `batches` is the data of the step, if known.

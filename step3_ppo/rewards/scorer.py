@@ -9,7 +9,7 @@ import torch
 
 from common.data.packed_batch import PackedBatch
 from common.ranks import distributed, watchdog
-from common.ranks.failures import StepRefused
+from common.ranks.failures import StepSkipped
 from step3_ppo.environments import KIND, Environments
 from step3_ppo.rewards.judge_reward import COSTS, JudgeReward
 from step3_ppo.rewards.reward_specs import RewardSpec
@@ -100,17 +100,17 @@ class Scorer:
     ) -> dict[str, list[float]]:
         """Preferences of each judge for this rank's responses, see `JudgeReward.prefer`.
 
-        Every rank must call this. Raises StepRefused on all of them.
+        Every rank must call this. Raises StepSkipped on all of them.
         """
 
         def compare() -> dict[str, list[float]]:
             try:
                 return {name: judge.prefer(prompts, responses, others) for name, judge in self.judges.items()}
             except RewardError as error:
-                raise StepRefused(str(error)) from error
+                raise StepSkipped(str(error)) from error
 
         with watchdog.phase("the comparison of pairs", clock="reward"):
-            preferences = distributed.run_together(compare, StepRefused)[distributed.rank()]
+            preferences = distributed.run_together(compare, StepSkipped)[distributed.rank()]
         self.gather_costs()
         return preferences
 
@@ -170,7 +170,7 @@ class PendingScores:
         """Scores of all rewards, (B,) fp32 for each batch: {"scores": the weighted sum, "score/NAME": one
         reward's}; {} without rewards. `models` are the Reward roles by name.
 
-        Every rank must call this with the same number of batches. Raises StepRefused, naming the reward, if a
+        Every rank must call this with the same number of batches. Raises StepSkipped, naming the reward, if a
         reward that reads text does not give a finite number per response. If failures are tolerated,
         "score/NAME" is NaN for such a response, which counts as the default, or 0, in the sum; see `counts`.
         """
@@ -179,7 +179,7 @@ class PendingScores:
             scores[KIND] = [batch.numbers(PREFIX + KIND) for batch in self.batches]
         if self._thread or self.scorer.environments:
             with watchdog.phase("the rewards", clock="reward"):
-                distributed.run_together(lambda: scores.update(self._finish()), StepRefused)
+                distributed.run_together(lambda: scores.update(self._finish()), StepSkipped)
         self.scorer.gather_costs()
         return self.scorer.add_up(scores, len(self.batches))
 
@@ -206,4 +206,4 @@ class PendingScores:
             # Rewards on the device are scored here, since a thread would compete with the other roles.
             return self._score_texts(on_device=True) | self._thread.result()
         except RewardError as error:
-            raise StepRefused(str(error)) from error
+            raise StepSkipped(str(error)) from error

@@ -8,7 +8,7 @@ import torch
 from right_or_wrong import close
 from rollout_batches import make_batch, make_rollout_batch
 
-from common.ranks.failures import StepRefused
+from common.ranks.failures import StepSkipped
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.hooks import HOOKS, register_hook
@@ -54,7 +54,7 @@ def open_trainer(**flags):
     def update(what, max_gap=None):
         asked.append((*what, max_gap))
         if fails and what[0] in fails:
-            raise StepRefused("no")
+            raise StepSkipped("no")
         return {"policy/approx_kl": 0.0} if max_gap else {"policy/unsup_loss": 1.0}
 
     fails = []

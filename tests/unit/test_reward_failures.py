@@ -10,7 +10,7 @@ import pytest
 import torch
 from rollout_batches import make_rollout_batch
 
-from common.ranks.failures import StepRefused
+from common.ranks.failures import StepSkipped
 from step3_ppo.algorithms import ALGORITHMS
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.evaluation import compare, judge, measure
@@ -67,7 +67,7 @@ def test_a_models_nan_is_a_failure_and_one_of_a_reward_without_weight_masks_nobo
     assert scores_of("mask", texts=[1.0] * 4, model=[0.0, 0.0, math.inf, 0.0])[0].first_failure == (
         "reward model returned NaN or infinity"
     )
-    with pytest.raises(StepRefused, match="function_f, for a batch of 4 .*gave 'None'"):
+    with pytest.raises(StepSkipped, match="function_f, for a batch of 4 .*gave 'None'"):
         scores_of("refuse", texts=texts)
 
 

@@ -26,7 +26,7 @@ from common.models.offloaded_weights import OffloadedWeights
 from common.models.output_head import SamplingMask
 from common.models.policy_model import PolicyModel
 from common.ranks import distributed
-from common.ranks.failures import StepRefused
+from common.ranks.failures import StepSkipped
 from step1_sft.arguments import SFTArguments
 from step3_ppo.algorithms import ALGORITHMS, add_ppo_advantages, fill_defaults
 from step3_ppo.arguments import PPOArguments
@@ -270,7 +270,7 @@ def test_a_failing_reward_is_told_on_every_rank(monkeypatch):
     text = SimpleNamespace(score=lambda answers: [0.0] * len(answers), is_on_device=False)
     rollout = build(texts=text)
     batches = [make_rollout_batch([0, 1], [1, 1], [2, 1], num_samples=2)]
-    with pytest.raises(StepRefused, match="gave nothing"):
+    with pytest.raises(StepSkipped, match="gave nothing"):
         rollout.scores.start(batches, {0: ("p", {})}).wait(rollout.roles.rewards)
 
 
