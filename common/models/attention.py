@@ -122,7 +122,7 @@ def choose_attention(model_class: Any, config: Any, dtype: str) -> str | None:
         if has_kernels and _serves_flash(model_class, config):
             return FLASH_ATTENTION
         why = f"{config.model_type} cannot be computed by it" if has_kernels else "the GPU is too old for it"
-        distributed.say_once(f"note: flash-attn is installed and not used: {why}")
+        distributed.print_once(f"note: flash-attn is installed and not used: {why}")
     return VARLEN_ATTENTION if has_kernels and takes_own else None
 
 

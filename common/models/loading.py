@@ -120,9 +120,9 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
                 "config.json and weights belong together"
             )
     if absent and auto_class is AutoModelForCausalLM:
-        distributed.say_once(f"note: {name_or_path} has no output head: {absent[0]} is newly initialised")
+        distributed.print_once(f"note: {name_or_path} has no output head: {absent[0]} is newly initialised")
     if is_part:
-        distributed.say_once(
+        distributed.print_once(
             f"note: {name_or_path}: only the language model of this {more['config'].model_type} is loaded, "
             "trained and exported, without its parts for images or sound"
         )
@@ -183,7 +183,7 @@ def probe_of(auto_class: Any, config: PreTrainedConfig, *, trusts_code: bool) ->
     if probe.refusal:
         raise ValueError(probe.refusal)
     if probe.note:
-        distributed.say_once(f"note: {probe.note}")
+        distributed.print_once(f"note: {probe.note}")
     return probe
 
 
@@ -292,7 +292,7 @@ def _untie(name_or_path: str, model: PreTrainedModel) -> None:
     is_apart = head is not None and head.weight is not model.get_input_embeddings().weight
     if is_apart and getattr(text, "tie_word_embeddings", False):
         text.tie_word_embeddings = model.config.tie_word_embeddings = False
-        distributed.say_once(
+        distributed.print_once(
             f"note: {name_or_path}: its config.json ties the output head to the embeddings, but they "
             "differ in its weights: they are trained and exported separately"
         )

@@ -73,7 +73,7 @@ def runs_packed(args: Any, model: nn.Module) -> bool:
     if not is_packed and (args.packed or shares_prompts):
         kind = f"{plain.config.model_type} in {distributed.dtype_name(args.dtype)}"
         cost = "; each prompt is computed again for each of its responses" if shares_prompts else ""
-        distributed.say_once(f"note: {kind} cannot run packed rows, so they are padded{cost}")
+        distributed.print_once(f"note: {kind} cannot run packed rows, so they are padded{cost}")
     return is_packed
 
 

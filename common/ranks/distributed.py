@@ -215,7 +215,7 @@ def is_main() -> bool:
 
 
 @functools.cache
-def say_once(text: str) -> None:
+def print_once(text: str) -> None:
     """Print a line on the first process, unless it was printed before."""
     if is_main():
         say(text)
