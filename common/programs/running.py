@@ -50,7 +50,7 @@ def run_program(program: Callable[[], None]) -> None:
     except (SaveFailed, StepSkipped, TooManyBadSteps) as error:  # raised on all ranks
         if distributed.is_main():
             say(f"error: {error}")
-        watchdog.say_goodbye(3, error)
+        watchdog.shut_down(3, error)
         run_files.release_lock(3)
         os._exit(3)
     except Exception as error:

@@ -141,7 +141,7 @@ def stop(code: int = 0, cause: BaseException | None = None) -> None:
     `cause`.
     """
     global _store
-    watchdog.say_goodbye(code, cause)
+    watchdog.shut_down(code, cause)
     for holder in list(RELEASED_AT_STOP):
         holder.release()
     if dist.is_initialized():
