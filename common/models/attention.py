@@ -49,8 +49,10 @@ PROJECTIONS = {"q_proj", "o_proj", "out_proj", "dense", "c_proj", "Wo"}
 
 @dataclass(frozen=True)
 class Packing:
-    """Boundaries of the segments of one row, and the keys that each attends to. `read` are the slots whose
-    last hidden states are used, each once: the last layer need not compute the others.
+    """Boundaries of the segments of one row, and the keys that each attends to.
+
+    `used_slots` are the slots whose last hidden states are used, without duplicates; the last layer may skip
+    the others.
     """
 
     lengths: list[int]  # (P,) tokens of each segment
@@ -58,7 +60,7 @@ class Packing:
     starts: torch.Tensor  # (P + 1,) int32
     key_starts: torch.Tensor  # (P + 1,) int32, into the keys
     key_slots: torch.Tensor | None = None  # (keys,) int64; None: each segment attends only to itself
-    read: torch.Tensor | None = None  # None: all
+    used_slots: torch.Tensor | None = None  # None: all
     masks: dict[Any, torch.Tensor | None] = field(default_factory=dict)  # by lengths, window and dtype
 
     def keys_of(self, states: torch.Tensor) -> torch.Tensor:
@@ -66,11 +68,11 @@ class Packing:
         return states if self.key_slots is None else states.index_select(2, self.key_slots)
 
     @functools.cached_property
-    def rows_read(self) -> list[torch.Tensor]:
+    def used_rows(self) -> list[torch.Tensor]:
         """Rows of each segment whose last hidden states are used."""
         starts = self.starts.long()
-        edges = torch.searchsorted(self.read, starts).tolist()
-        return [self.read[a:b] - start for a, b, start in zip(edges, edges[1:], starts, strict=False)]
+        edges = torch.searchsorted(self.used_slots, starts).tolist()
+        return [self.used_slots[a:b] - start for a, b, start in zip(edges, edges[1:], starts, strict=False)]
 
     def mask_of(
         self,
@@ -222,11 +224,11 @@ def attend_packed(
         )
         return output.unsqueeze(0), None
     options = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-    # Segment by segment; a narrowed last layer computes only the slots in `packing.read`.
-    read = packing.read if narrowed_modules(module) else None
-    rows = [None] * len(packing.lengths) if read is None else packing.rows_read
-    counts = packing.lengths if read is None else list(map(len, rows))
-    queries = query if read is None else query.index_select(2, read)
+    # Segment by segment; a narrowed last layer computes only `packing.used_slots`.
+    used = packing.used_slots if narrowed_modules(module) else None
+    rows = [None] * len(packing.lengths) if used is None else packing.used_rows
+    counts = packing.lengths if used is None else list(map(len, rows))
+    queries = query if used is None else query.index_select(2, used)
     states = (x.split(packing.key_lengths, 2) for x in (key, value))
     outputs = []
     for of, length, q, k, v in zip(rows, packing.lengths, queries.split(counts, 2), *states, strict=True):
@@ -237,8 +239,8 @@ def attend_packed(
                 F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=causal, **options)
             )
     output = torch.cat(outputs, 2)
-    if read is not None:
-        output = torch.zeros_like(query).index_copy(2, read, output)
+    if used is not None:
+        output = torch.zeros_like(query).index_copy(2, used, output)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -292,7 +294,7 @@ def install() -> None:
 
 
 class Narrowing:
-    """Restricts modules of the last layer to the slots in `Packing.read`; the others get zeros.
+    """Restricts modules of the last layer to `Packing.used_slots`; the others get zeros.
 
     On a CPU the attention itself is restricted too (see `attend_packed`). The same holds when activations are
     recomputed.
@@ -313,7 +315,7 @@ class Narrowing:
 
     def _begin(self, attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         packing = kwargs.get("packing")
-        self.slots = packing and packing.read
+        self.slots = packing and packing.used_slots
 
     def _narrow(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         if self.slots is None:
@@ -329,7 +331,7 @@ class Narrowing:
 
 
 def narrowed_modules(attention: nn.Module) -> list[nn.Module]:
-    """Modules around an attention that compute only the slots in `Packing.read`; empty for other modules."""
+    """Modules around an attention that compute only `Packing.used_slots`; empty for other modules."""
     return attention.narrowing.modules if hasattr(attention, "narrowing") else []
 
 

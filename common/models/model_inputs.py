@@ -46,11 +46,11 @@ class ModelInputs:
         fields = vars(self.packing) if self.packing else {}
         num_unused_pairs = 0
         # If no slot is used, as in rows without targets, all are computed: every weight needs a gradient.
-        if self.packing and 0 < len(read := slots.unique()) < self.num_tokens:
-            fields = fields | {"read": read}
+        if self.packing and 0 < len(used := slots.unique()) < self.num_tokens:
+            fields = fields | {"used_slots": used}
             lengths, key_lengths = map(torch.tensor, (self.packing.lengths, self.packing.key_lengths))
             num_keys = key_lengths.repeat_interleave(lengths)  # of each token's segment
-            num_unused_pairs = self.num_pairs - int(num_keys[read].sum())
+            num_unused_pairs = self.num_pairs - int(num_keys[used].sum())
         names = [name for name, value in fields.items() if isinstance(value, torch.Tensor)]
         tensors = [self.input_ids, self.position_ids, *(fields[name] for name in names), slots, *more]
         ids, positions, *moved = to_device(tensors, device)
