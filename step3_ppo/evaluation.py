@@ -38,10 +38,11 @@ NUM_SHOWN = 4  # prompts whose responses are in samples.jsonl
 # Rollout prompts are numbered from 0; evaluation prompts from here, the same in every evaluation.
 FIRST_NUMBER = 2**40
 
-Judged = dict[str, list]  # results of one evaluation, see `judge`; with an LLM judge also "texts"
+# Results of one evaluation, see `gather_results`; with an LLM judge also "texts".
+EvalResults = dict[str, list]
 
 
-def choose_prompts(
+def select_eval_prompts(
     args: PPOArguments, options: DataOptions, data: StageData, template: Template
 ) -> tuple[list[dict[str, Any]], str]:
     """At most --eval_prompts held-out rows of `build_data`, chosen by the seed, and a line about them.
@@ -83,7 +84,7 @@ def choose_prompts(
     return rows, f"evaluation: {len(rows)} of {len(held_out)} {where} prompts" if len(held_out) else ""
 
 
-def judge(batch: PackedBatch, scores: torch.Tensor) -> Judged:
+def gather_results(batch: PackedBatch, scores: torch.Tensor) -> EvalResults:
     """{"scores", "answers"} of all ranks in the order of the sample ids: scores and digests of the responses'
     tokens. It is JSON-serialisable and sufficient for a comparison.
 
@@ -99,7 +100,7 @@ def judge(batch: PackedBatch, scores: torch.Tensor) -> Judged:
     }
 
 
-def compare(current: Judged, before: Judged) -> dict[str, float]:
+def compare(current: EvalResults, before: EvalResults) -> dict[str, float]:
     """Fraction of prompts on which `current` has the higher score, and its 95 % interval (Wilson).
 
     A tie counts half. Identical responses tie whatever their scores, because rounding depends on the
@@ -170,7 +171,7 @@ class Evaluation:
         self.clock = IntervalClock(args.eval_interval, steps_per_epoch)
         self.step = -1  # of the last evaluation
         self.metrics: dict[str, float] = {}  # of the last evaluation
-        self.before: Judged | None = None  # of the policy before training
+        self.before: EvalResults | None = None  # of the policy before training
         self.best: dict[str, Any] = {}  # metric, value, step of --keep_best
         token_ids = json.dumps([row["prompt_ids"] for row in rows])
         self.prompts = hashlib.sha256(token_ids.encode()).hexdigest()  # a resumed run must have the same
@@ -213,10 +214,10 @@ class Evaluation:
         checks = [spec.name for spec in scores.specs if spec.kind in VERIFIABLE]
         metrics = measure(batch.select(has_score.nonzero()[:, 0]), checks)
         if scores.specs:
-            judged = judge(batch, torch.where(has_score, batch.numbers("scores"), torch.nan))
+            results = gather_results(batch, torch.where(has_score, batch.numbers("scores"), torch.nan))
             if step == 0:
-                self.before = judged
-            metrics |= compare(judged, self.before) if self.before else {}
+                self.before = results
+            metrics |= compare(results, self.before) if self.before else {}
         if scores.judges and self.before:
             metrics |= self._compare_by_judges(batch) | scores.pop_costs("eval")
         if scores.tolerates_failures:

@@ -39,7 +39,7 @@ from common.runs.saved_state import EngineState
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.build_trainer import build_pretraining_batches, build_trainer
 from step3_ppo.checks import PPOStart, check_start_up
-from step3_ppo.evaluation import choose_prompts
+from step3_ppo.evaluation import select_eval_prompts
 from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.roles import Roles
 from step3_ppo.trainer_state import TrainerState
@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             what="prompt data",
         )
         prompts = GlobalBatches.by_rows(data.train, collate_prompts, plan, args.seed, data.sources)
-        held_out, eval_note = choose_prompts(args, start.options, data, start.template)
+        held_out, eval_note = select_eval_prompts(args, start.options, data, start.template)
         pretraining = build_pretraining_batches(args, start.tokenizer)
     num_steps = count_steps(args, len(prompts))
 
