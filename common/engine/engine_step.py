@@ -64,9 +64,9 @@ def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
 
     A loss is a mean over the global batch: the item count is summed over ranks and micro-batches first, then
     each backward pass adds its share. DeepSpeed averages gradients over ranks, hence the factor `world_size`.
-    Every rank must call this with the same number of micro-batches, and `take_steps` or `skip_step` before
-    the engine's next pass with gradients. The host waits for the device once, after the last pass. Raises
-    StepSkipped, on every rank and before any pass, if a term has no item.
+    Every rank must call this with the same number of micro-batches, and then `take_steps` or `skip_step`
+    before the engine's next pass with gradients. The host waits for the device once, after the last pass.
+    Raises StepSkipped, on every rank and before any pass, if a term has no item.
     """
     engine.train()
     world_size = distributed.world_size()
@@ -119,9 +119,9 @@ def take_steps(gradients: Sequence[Gradients], reason_to_skip: str = "") -> list
 
     A nonempty `reason_to_skip`, the same on every rank, skips them all. Metrics are the losses by name, the
     statistics, `grad_norm`, and the `learning_rate` and `lora_learning_rate` of the step if there are such
-    parameters. Every rank must call this. Raises StepSkipped, on every rank, for that reason, or a loss or
-    gradient that is not finite: weights, optimizers and schedules are then unchanged, and training can
-    continue.
+    parameters. Every rank must call this. Raises StepSkipped, on every rank, for that reason or for a
+    loss or gradient that is not finite: weights, optimizers and schedules are then unchanged, and training
+    can continue.
     """
     bad = {id(g): g.find_bad() for g in gradients}
     if reason_to_skip or any(bad.values()):
