@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             args.per_device_generation_batch_size,
             args.batches_per_step,
             rows_flag="--per_device_generation_batch_size",
-            what="prompt data",
+            data_name="prompt data",
         )
         prompts = GlobalBatches.by_rows(data.train, collate_prompts, plan, args.seed, data.sources)
         held_out, eval_note = select_eval_prompts(args, start.options, data, start.template)

@@ -113,7 +113,7 @@ class Rollout:
 
     def _collect_once(self, prompts: GlobalBatches, version: int) -> PackedBatch:
         # Prompts are numbered across the whole run, the same for any number of ranks.
-        first = prompts.num_taken * prompts.order.global_rows
+        first = prompts.num_steps * prompts.order.global_rows
         with watchdog.phase("the reading of prompts", clock="data"):
             prompt_batches = list(next(prompts))
         batch, texts = self.sample(prompt_batches, version, self.args.num_samples_per_prompt, first)
