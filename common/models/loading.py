@@ -79,7 +79,7 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
     initialised.
 
     Pickled weights are read with weights_only: no code in them is run. Raises ValueError if the files are
-    damaged, hold anything but tensors, or lack weights of the model in config.json, or have them in other
+    damaged, contain anything but tensors, or lack weights of config.json's model or have them in other
     shapes: transformers would continue with random ones.
     """
     try:
@@ -132,7 +132,7 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
 def _unmatched_weights(
     model: PreTrainedModel, unexpected: list[str], *, is_part: bool, is_own_class: bool
 ) -> list[str]:
-    """Weights of a file that the model in config.json should have and does not.
+    """Weights of a file that config.json's model should have but does not.
 
     The head of another class is not among them, nor are parts that a language model omits, such as
     vision.
@@ -165,7 +165,7 @@ def _check_values(name_or_path: str, model: PreTrainedModel) -> None:
             wrong.append(f"{name} has NaN or infinite values; save or download it again")
         elif len(whole_shape(parameter)) > 1 and (some == some.round()).all() and len(some.unique()) > 8:
             why = "holds integers, but config.json has no quantization_config with their scales"
-            wrong.append(f"{name} {why}; give the model before it was quantized")
+            wrong.append(f"{name} {why}; use the unquantised model")
     if has_shards:
         wrong = [text for rank_texts in distributed.gather_objects(wrong) for text in rank_texts]
     if wrong:
@@ -215,7 +215,7 @@ def set_dropout(owner: PreTrainedConfig | nn.Module, dropout: float) -> None:
 
 
 def has_dropout(owner: PreTrainedConfig | nn.Module) -> bool:
-    """Whether a configuration or a model, its parts included, has a number that `set_dropout` zeroes."""
+    """Whether a configuration or a model, its parts included, has a nonzero dropout."""
     return any(vars(part)[name] for part, name in _dropouts(owner))
 
 
@@ -258,7 +258,7 @@ def load_pretrained(
     elif not options.load_in_4bit:
         raise ValueError(
             f"{options.name_or_path}: its weights are quantised ({scheme.get('quant_method')}), and cannot "
-            "be trained; give the model before quantisation"
+            "be trained; use the unquantised model"
         )
     _untie(options.name_or_path, model)
     _grow_vocabulary(model, num_tokens, options.pad_vocab_multiple)
@@ -326,7 +326,7 @@ def init_weight(parameter: nn.Parameter, name: str, *, std: float, seed: int) ->
 
 
 def length_limit(config: PreTrainedConfig, default: int = sys.maxsize) -> tuple[int, str]:
-    """Largest number of tokens per row, and what limits it; `default` if nothing does."""
+    """Largest number of tokens per row, and the name of the limit; `default` without one."""
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     limits = {
@@ -369,8 +369,8 @@ def compute_hidden(model: PreTrainedModel, inputs: ModelInputs) -> torch.Tensor:
 def run_with_router(owner: nn.Module, model: PreTrainedModel, inputs: ModelInputs) -> torch.Tensor:
     """Last hidden states (slots, H), as from `compute_hidden`.
 
-    In a training pass of a mixture of experts `owner.router_loss` is set to the pass's loss, for
-    `add_router_loss`, else to None.
+    Sets `owner.router_loss`, for `add_router_loss`: the router loss of a training pass of a mixture of
+    experts, else None.
     """
     is_balanced = owner.router_coefficient > 0 and owner.training and torch.is_grad_enabled()
     outputs = run_backbone(model, inputs, **({"output_router_logits": True} if is_balanced else {}))
