@@ -187,7 +187,7 @@ def test_find_run_ignores_what_a_kill_left_at_the_start(tmp_path):
 
 def test_find_run_rejects_a_folder_with_other_files(run):
     _, (problem,) = find(f"--output_dir {run} --resume never")
-    assert problem.startswith(f"--output_dir {run} holds ")
+    assert problem.startswith(f"--output_dir {run} contains ")
     (run / "args.json").unlink()  # some folder, and no run's
     earlier, (problem,) = find(f"--output_dir {run}")
     assert "--resume overwrite to replace it" in problem and not names(earlier)
