@@ -114,14 +114,14 @@ def test_prompts_of_ones_own_are_used_whole_but_for_those_that_are_trained_on(ch
     own = write(tmp_path / "own.jsonl", ["another one?", "question 3?", "a third one?"])
     _, _, texts, told = choose(eval_data_path=[own])
     assert sorted(texts) == ["a third one", "another one"]
-    assert told == "evaluation: 2 of 3 --eval_data_path's prompts"
+    assert told == "evaluation: 2 of 3 prompts of --eval_data_path"
     taken = write(tmp_path / "taken.jsonl", ["question 3?"])
-    with pytest.raises(ValueError, match="not trained on, but none of the 1 --eval_data_path's ones is left"):
+    with pytest.raises(ValueError, match="not trained on, but 0 of 1 prompts of --eval_data_path are left"):
         choose(eval_data_path=[taken])
 
 
 def test_an_evaluation_that_is_asked_for_needs_prompts(choose):
-    with pytest.raises(ValueError, match="--keep_best .* raise --eval_fraction 0.0, or name"):
+    with pytest.raises(ValueError, match="--keep_best .* raise --eval_fraction 0.0, or use others"):
         choose(keep_best="eval/score")
 
 
@@ -182,7 +182,7 @@ def test_what_a_reward_samples_is_not_missing_in_the_training(monkeypatch):
     def sample_all(*_):
         raise ValueError(random.random() + numpy.random.rand() + float(torch.rand(())))
 
-    monkeypatch.setattr(Evaluation, "_answer", sample_all)
+    monkeypatch.setattr(Evaluation, "_sample", sample_all)
     found = []
     for is_evaluated in (True, False):
         random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
