@@ -280,7 +280,7 @@ def test_the_pass_for_prox_is_spared_where_versions_are_equal(sampled_at, recomp
     args = fill_defaults(PPOArguments(rollout_correction="tis", correction_high=1.2, **lengths), algorithm)
     trainer = make_trainer(args, algorithm, rollout)
     if is_spared is None:
-        with pytest.raises(AssertionError, match="step 5 has tokens of a policy that has made 5 steps"):
+        with pytest.raises(AssertionError, match="step 5 has tokens of a policy that has taken 5 steps"):
             trainer.add_advantages(5, batch)
         return
     args.prox_logprobs = "loglinear"
