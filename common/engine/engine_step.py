@@ -161,7 +161,7 @@ def skip_step(engine: Any) -> None:
         with known_norms(engine, [torch.tensor(math.inf)]):
             engine.step()
     finally:
-        # A non-finite loss gives no information on the scale of gradients, so the loss scale is kept.
+        # A non-finite loss says nothing about the scale of gradients, so the loss scale is kept.
         scaler.clear()
         scaler.update(scaler_before)
     assert zero.overflow, "DeepSpeed made a step that had to be skipped"

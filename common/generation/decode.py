@@ -1,6 +1,6 @@
 """A decoding step for all running sequences: their state, sampling, and the forward pass.
 
-On a GPU a pass is a captured CUDA graph: a small model is limited by launching its kernels one by one.
+On a GPU a pass is a captured CUDA graph, since launching kernels one by one would limit a small model.
 
 # S slots, R maximum response tokens, n rows of a pass, L positions that attention reads, V vocabulary
 """

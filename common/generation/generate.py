@@ -59,7 +59,7 @@ class Generation(NamedTuple):
 
 
 class Generator:
-    """Generates with one model; keeps its key/value cache and captured graphs from call to call.
+    """Generates with one model; keeps its key/value cache and captured graphs between calls.
 
     `model` is in eval mode, with whole weights or this rank's slices. A slot has room for `max_length` tokens
     of prompt and response, or more if a call needs more. `agree_any` is for a model whose forward pass needs
@@ -146,7 +146,7 @@ class SlotSchedule:
     """Assigns samples to slots. Sample i continues prompt i // num_samples.
 
     Live sequences fill the slots 0 .. n - 1 without gaps: when one leaves, the last moves into its slot.
-    Samples wait in the order of their prompts' lengths, so that prompts of one pass need little padding.
+    Samples wait in descending order of prompt length, so that the prompts of one pass need little padding.
     """
 
     def __init__(
@@ -206,9 +206,9 @@ class SlotSchedule:
     def retire(self, finished: list[int]) -> list[tuple[int, int]]:
         """Empty these slots; return (from, to) of the sequences that must move to close the gaps."""
         num_left = len(self.slots) - len(finished)
-        gone = set(finished)
+        finished_slots = set(finished)
         holes = [slot for slot in finished if slot < num_left]
-        movers = [slot for slot in range(num_left, len(self.slots)) if slot not in gone]
+        movers = [slot for slot in range(num_left, len(self.slots)) if slot not in finished_slots]
         moves = list(zip(movers, holes, strict=True))
         for source, target in moves:
             self.slots[target] = self.slots[source]
