@@ -82,8 +82,8 @@ def plan_micro_batches(
         lengths = [length for item in items for length in item_lengths[item]]
         if not is_packed:
             return len(lengths) * max(lengths, default=0)
-        of_items = [shared[item] for item in items]
-        return sum(lengths) - sum(count for _, count in of_items) + sum(dict(of_items).values())
+        shares = [shared[item] for item in items]
+        return sum(lengths) - sum(count for _, count in shares) + sum(dict(shares).values())
 
     costs = [cost([item]) for item in range(len(item_lengths))]
     _check(item_lengths, costs, num_ranks, max_tokens, is_packed)

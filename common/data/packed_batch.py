@@ -18,7 +18,7 @@ Rows = Sequence[dict[str, Any]]
 ROW_IDS = "row_ids"  # key of the texts that name each item's source row
 
 
-@dataclass(frozen=True, eq=False)  # a generated __eq__ would raise: it takes the truth value of tensors
+@dataclass(frozen=True, eq=False)  # a generated __eq__ would use the truth value of tensors, and raise
 class PackedBatch:
     """B items, each with one sequence per key; a number is a sequence of length 1.
 
@@ -36,8 +36,8 @@ class PackedBatch:
         Asserts that every list has one sequence per item, and that a key's sequences have the same dtype,
         device and trailing shape: torch.cat would promote dtypes silently.
         """
-        data = {key: _join(key, of_items) for key, of_items in sequences.items()}
-        lengths = {key: torch.tensor([len(x) for x in of_items]) for key, of_items in sequences.items()}
+        data = {key: _join(key, items) for key, items in sequences.items()}
+        lengths = {key: torch.tensor([len(x) for x in items]) for key, items in sequences.items()}
         batch = cls(tuple(ids), data, lengths)
         batch.check()
         return batch
@@ -67,9 +67,9 @@ class PackedBatch:
         """
         index = torch.as_tensor(indexes, dtype=torch.int64, device="cpu")
         data, lengths = {}, {}
-        for key, of_items in self.lengths.items():
-            starts = of_items.cumsum(0) - of_items
-            lengths[key] = of_items[index]
+        for key, key_lengths in self.lengths.items():
+            starts = key_lengths.cumsum(0) - key_lengths
+            lengths[key] = key_lengths[index]
             positions = token_positions(lengths[key], starts[index])
             data[key] = self.data[key].index_select(0, *to_device([positions], self.data[key].device))
         batch = PackedBatch(tuple(self.ids[i] for i in index.tolist()), data, lengths)
@@ -81,11 +81,11 @@ class PackedBatch:
 
         With a prompt's key and a response's, each prompt is followed by its response.
         """
-        of_keys = torch.stack([self._lengths(key) for key in keys])  # (K, B)
-        starts = (of_keys.flatten().cumsum(0) - of_keys.flatten()).view(of_keys.shape)
+        key_lengths = torch.stack([self._lengths(key) for key in keys])  # (K, B)
+        starts = (key_lengths.flatten().cumsum(0) - key_lengths.flatten()).view(key_lengths.shape)
         data = torch.cat([self.data[key] for key in keys])
-        positions = token_positions(of_keys.T.flatten(), starts.T.flatten())
-        return data.index_select(0, *to_device([positions], data.device)), of_keys.T
+        positions = token_positions(key_lengths.T.flatten(), starts.T.flatten())
+        return data.index_select(0, *to_device([positions], data.device)), key_lengths.T
 
     def pad(self, key: str, *, on_left: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Sequences of a key as (B, T, ...), padded with 0, and the mask (B, T) bool, True for real

@@ -103,14 +103,14 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
     is_own_class = name in (getattr(model.config, "architectures", None) or [])
     needed = "" if is_own_class else f"{backbone_name(model)}."  # the head of another class is new
     absent = sorted(info["missing_keys"] & parameters.keys())
-    of_body = [parameter for parameter in absent if parameter.startswith(needed)]
+    body_names = [parameter for parameter in absent if parameter.startswith(needed)]
     mismatched = sorted(str(item[0]) for item in info["mismatched_keys"])
     is_part = type(more.get("config", model.config)) is not type(model.config)
     unmatched = _unmatched_weights(
         model, sorted(info["unexpected_keys"]), is_part=is_part, is_own_class=is_own_class
     )
     for names, text in (
-        (of_body, f"its weights lack {{}} of {size} parameters of {name}"),
+        (body_names, f"its weights lack {{}} of {size} parameters of {name}"),
         (mismatched, f"its weights have the wrong sizes for {{}} of {size} parameters of {name}"),
         (unmatched, "its config.json has no counterpart for {} of its weights"),
     ):
@@ -138,14 +138,14 @@ def _unmatched_weights(
     vision.
     """
     own_names = {re.sub(r"\d+", "*", name) for name, _ in model.named_parameters(remove_duplicate=False)}
-    of_body = {backbone_name(model), *dict(backbone_of(model).named_children())}
+    body_names = {backbone_name(model), *dict(backbone_of(model).named_children())}
     return [
         name
         for name in unexpected
         if not _MASKS.search(name)
         and (
             re.sub(r"\d+", "*", name) in own_names
-            or (not is_part and (is_own_class or name.partition(".")[0] in of_body))
+            or (not is_part and (is_own_class or name.partition(".")[0] in body_names))
         )
     ]
 
@@ -160,10 +160,10 @@ def _check_values(name_or_path: str, model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         has_shards |= is_sharded(parameter)
         shard = (local_shard(parameter) if is_sharded(parameter) else parameter.data).flatten()
-        some = shard[:4096]
+        part = shard[:4096]
         if not shard.sum(dtype=torch.float32).isfinite() and not shard.isfinite().all():
             wrong.append(f"{name} has NaN or infinite values; save or download it again")
-        elif len(whole_shape(parameter)) > 1 and (some == some.round()).all() and len(some.unique()) > 8:
+        elif len(whole_shape(parameter)) > 1 and (part == part.round()).all() and len(part.unique()) > 8:
             why = "holds integers, but config.json has no quantization_config with their scales"
             wrong.append(f"{name} {why}; use the unquantised model")
     if has_shards:

@@ -213,11 +213,11 @@ def _softmax_gradient(
     normalisers: torch.Tensor,
     options: LogitOptions,
     grad_logprobs: torch.Tensor,
-    of_entropies: tuple[torch.Tensor, torch.Tensor] | None = None,
+    entropy_terms: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Gradient (n, V) of logits (n, V), in their dtype; 0 at excluded ids.
 
-    `of_entropies`: the entropies (n,) and their gradients (n,).
+    `entropy_terms`: (entropies (n,), their gradients (n,)).
     """
     valid = logits[:, : options.num_valid_tokens]
     temperature = options.temperature
@@ -226,13 +226,13 @@ def _softmax_gradient(
     # d logprob / d logit_j = ([j == id] - p_j) / temperature
     scale = grad_logprobs[:, None] / temperature
     at_chosen = torch.where(token_ids[:, None] < num_valid, scale, 0.0).to(log_p.dtype)
-    p = log_p.exp_() if of_entropies is None else log_p.clamp_(min=_LOWEST).exp()
-    if of_entropies is not None:
-        entropies, grad_entropies = of_entropies
+    p = log_p.exp_() if entropy_terms is None else log_p.clamp_(min=_LOWEST).exp()
+    if entropy_terms is not None:
+        entropies, grad_entropies = entropy_terms
         # d H / d logit_j = -p_j (log p_j + H) / temperature
         log_p.add_(entropies[:, None]).mul_(p).mul_(-grad_entropies[:, None] / temperature)
     gradient = p.mul_(-scale).scatter_add_(-1, token_ids[:, None].clamp(max=num_valid - 1), at_chosen)
-    if of_entropies is not None:
+    if entropy_terms is not None:
         gradient += log_p
         del log_p
     gradient = gradient.to(logits.dtype)
@@ -286,9 +286,9 @@ class _TokenScores(torch.autograd.Function):
             grad_logprobs = torch.zeros_like(normalisers)
         for rows in head.chunks():
             raw, logits = head.differentiable_logits(rows, mask, ctx.kept.pop(rows.start, None))
-            of_entropies = None if grad_entropies is None else (entropies[rows], grad_entropies[rows])
+            entropy_terms = None if grad_entropies is None else (entropies[rows], grad_entropies[rows])
             scored = logits.detach(), token_ids[rows], normalisers[rows]
-            grad_logits = _softmax_gradient(*scored, ctx.options, grad_logprobs[rows], of_entropies)
+            grad_logits = _softmax_gradient(*scored, ctx.options, grad_logprobs[rows], entropy_terms)
             gradients.add(rows, raw, logits, grad_logits)
         return *gradients.result(hidden.dtype), None, None, None, None
 
