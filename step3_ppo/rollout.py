@@ -279,15 +279,15 @@ def join_scores(
     micro-batch: one number per token (columns) or per response (numbers).
     """
     batch = PackedBatch.concat(micro_batches)
-    for name, of_parts in columns.items():
-        batch = batch.with_key(name, torch.cat(list(of_parts)).cpu(), like="response_ids")
-    for name, of_parts in numbers.items():
-        batch = batch.with_numbers(name, torch.cat(list(of_parts)).cpu())
+    for name, parts in columns.items():
+        batch = batch.with_key(name, torch.cat(list(parts)).cpu(), like="response_ids")
+    for name, parts in numbers.items():
+        batch = batch.with_numbers(name, torch.cat(list(parts)).cpu())
     return reorder(batch, ids)
 
 
 def add_sampling_mask(batch: PackedBatch, mask: SamplingMask) -> PackedBatch:
     """The batch with the tokens that could be sampled in place of each response token."""
     batch = batch.with_key("support_counts", mask.counts, like="response_ids")
-    of_responses = torch.stack([part.sum() for part in batch.sequences("support_counts")])
-    return batch.with_key("support_ids", mask.token_ids.cpu().int(), lengths=of_responses)
+    num_ids = torch.stack([part.sum() for part in batch.sequences("support_counts")])
+    return batch.with_key("support_ids", mask.token_ids.cpu().int(), lengths=num_ids)

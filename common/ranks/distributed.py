@@ -276,9 +276,9 @@ def run_together(
     outcomes = gather_objects((result, error and (isinstance(error, ValueError), str(error))), group)
     if error is not None:
         raise error
-    for failed_rank, (_, failure_of_rank) in enumerate(outcomes):
-        if failure_of_rank:
-            is_value_error, text = failure_of_rank
+    for failed_rank, (_, rank_failure) in enumerate(outcomes):
+        if rank_failure:
+            is_value_error, text = rank_failure
             if is_value_error and not failure:
                 raise ValueError(text)
             raise (failure or RuntimeError)(f"rank {failed_rank} failed: {text}")
