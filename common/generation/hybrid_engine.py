@@ -124,8 +124,8 @@ class HybridEngine:
 
     @contextmanager
     def generation_mode(self) -> Iterator[nn.Module]:
-        """Context that yields the inference module in eval mode; on exit, also by an exception, the module
-        to train is restored.
+        """Context that yields the inference module in eval mode; on exit, also by an exception, the state
+        for training is restored.
 
         All ranks must enter it together; inside, only ranks of a tensor-parallel group must stay in step.
         """

@@ -161,7 +161,7 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def takes_packed(model: PreTrainedModel) -> bool:
-    """Whether every layer of the model is passed the boundaries of sequences, so that rows can be packed."""
+    """Whether every layer of the model receives the boundaries of sequences, so that rows can be packed."""
     if not getattr(model, "packs_rows", True):  # as measured by family_probe.py
         return False
     # Custom attention classes and recurrent layers do not receive the boundaries.
@@ -332,7 +332,7 @@ class Narrowing:
 
 
 def narrowed_modules(attention: nn.Module) -> list[nn.Module]:
-    """Modules around an attention that compute only `Packing.used_slots`; empty for other modules."""
+    """Modules that compute only `Packing.used_slots`, around such an attention module; else empty."""
     return attention.narrowing.modules if hasattr(attention, "narrowing") else []
 
 
