@@ -48,7 +48,7 @@ def build_pretraining_batches(args: PPOArguments, tokenizer: Any) -> GlobalBatch
         args.per_device_training_batch_size,
         args.gradient_accumulation_steps,
         rows_flag="--per_device_training_batch_size",
-        what="--unsupervised_dataset_name data",
+        data_name="--unsupervised_dataset_name data",
     )
     return GlobalBatches.by_rows(blocks, collate_texts, plan, args.seed)
 

@@ -1,6 +1,6 @@
 """Held-out evaluation of the policy before, during and after training.
 
-Every evaluation uses the same prompts and the same random numbers for each, so that a response changes only
+Every evaluation uses the same prompts, and for each prompt the same random numbers: a response changes only
 with the weights.
 
 # W prompts
@@ -34,26 +34,27 @@ from step3_ppo.rewards.scorer import PREFIX
 from step3_ppo.rollout import Rollout
 from step3_ppo.rollout_batch import gather_numbers
 
-NUM_SHOWN = 4  # prompts whose responses are in samples.jsonl
+NUM_SHOWN = 4  # prompts whose responses are written to samples.jsonl
 # Rollout prompts are numbered from 0; evaluation prompts from here, the same in every evaluation.
 FIRST_NUMBER = 2**40
 
-Judged = dict[str, list]  # results of one evaluation, see `judge`; with an LLM judge also "texts"
+# Results of one evaluation, see `gather_results`; with an LLM judge also "texts".
+EvalResults = dict[str, list]
 
 
-def choose_prompts(
+def select_eval_prompts(
     args: PPOArguments, options: DataOptions, data: StageData, template: Template
 ) -> tuple[list[dict[str, Any]], str]:
-    """At most --eval_prompts held-out rows of `build_data`, chosen by the seed, and a line about them.
+    """At most --eval_prompts held-out rows of `build_data`, selected by the seed, and a line about them.
 
-    No prompt occurs twice, or in the training data. Every rank must call this.
+    No prompt occurs twice, nor in the training data. Every rank must call this.
 
     Raises ValueError if a flag requests an evaluation but nothing is held out.
     """
     if not args.eval_prompts:
         return [], ""
     held_out = data.eval
-    where = "held-out"
+    name = "held-out prompts"
     if args.eval_data_path:
         options = replace(options, data_path=args.eval_data_path, data_split="0,0,1", eval_fraction=0.0)
         try:
@@ -61,7 +62,7 @@ def choose_prompts(
         except ValueError as error:
             raise ValueError(str(error).replace("--data_path", "--eval_data_path")) from error
         held_out = own.eval if len(own.eval) else own.train
-        where = "--eval_data_path's"
+        name = "prompts of --eval_data_path"
     seen = {row["prompt_text"] for row in data.train} if len(held_out) else set()
     rows: list[dict[str, Any]] = []
     for index in torch.randperm(len(held_out), generator=torch.Generator().manual_seed(args.seed)).tolist():
@@ -71,23 +72,23 @@ def choose_prompts(
             rows.append(row)
         if len(rows) == args.eval_prompts:
             break
-    asked = [f"--keep_best {args.keep_best}"] if args.keep_best else []
+    flags = [f"--keep_best {args.keep_best}"] if args.keep_best else []
     if args.eval_interval and not args.eval_fraction:  # a small fraction of a few prompts may be none
-        asked.append(f"--eval_interval {args.eval_interval}")
-    if not rows and (asked or args.eval_data_path):
+        flags.append(f"--eval_interval {args.eval_interval}")
+    if not rows and (flags or args.eval_data_path):
         raise ValueError(
-            f"{', '.join(asked) or 'an evaluation'} needs prompts that are not trained on, but none of "
-            f"the {len(held_out)} {where} ones is left: raise --eval_fraction {args.eval_fraction}, or name "
+            f"{', '.join(flags) or 'an evaluation'} needs prompts that are not trained on, but 0 of "
+            f"{len(held_out)} {name} are left: raise --eval_fraction {args.eval_fraction}, or use "
             "others with --eval_data_path"
         )
-    return rows, f"evaluation: {len(rows)} of {len(held_out)} {where} prompts" if len(held_out) else ""
+    return rows, f"evaluation: {len(rows)} of {len(held_out)} {name}" if len(held_out) else ""
 
 
-def judge(batch: PackedBatch, scores: torch.Tensor) -> Judged:
-    """{"scores", "answers"} of all ranks in the order of the sample ids: scores and digests of the responses'
-    tokens. It is JSON-serialisable and sufficient for a comparison.
+def gather_results(batch: PackedBatch, scores: torch.Tensor) -> EvalResults:
+    """{"scores", "answers"} of all ranks by sample id: scores, and digests of the responses' tokens;
+    JSON-serialisable, and sufficient for `compare`.
 
-    scores (b,); NaN, None in the result, for a response without a score. Every rank must call this.
+    scores (b,), NaN for a response without one, which is None in the result. Every rank must call this.
     """
     tokens = (ids.tolist() for ids in batch.sequences("response_ids"))
     digests = [hashlib.blake2b(str(ids).encode(), digest_size=8).hexdigest() for ids in tokens]
@@ -99,7 +100,7 @@ def judge(batch: PackedBatch, scores: torch.Tensor) -> Judged:
     }
 
 
-def compare(current: Judged, before: Judged) -> dict[str, float]:
+def compare(current: EvalResults, before: EvalResults) -> dict[str, float]:
     """Fraction of prompts on which `current` has the higher score, and its 95 % interval (Wilson).
 
     A tie counts half. Identical responses tie whatever their scores, because rounding depends on the
@@ -170,10 +171,10 @@ class Evaluation:
         self.clock = IntervalClock(args.eval_interval, steps_per_epoch)
         self.step = -1  # of the last evaluation
         self.metrics: dict[str, float] = {}  # of the last evaluation
-        self.before: Judged | None = None  # of the policy before training
+        self.before: EvalResults | None = None  # of the policy before training
         self.best: dict[str, Any] = {}  # metric, value, step of --keep_best
         token_ids = json.dumps([row["prompt_ids"] for row in rows])
-        self.prompts = hashlib.sha256(token_ids.encode()).hexdigest()  # a resumed run must have the same
+        self.prompts = hashlib.sha256(token_ids.encode()).hexdigest()  # must be the same in a resumed run
 
     def state_dict(self) -> dict[str, Any]:
         """State for a resumed run."""
@@ -195,43 +196,40 @@ class Evaluation:
         self.best = state["best"]
 
     def is_due(self, step: int, num_steps: int) -> bool:
-        """Whether an evaluation is due after this step (0: before training).
-
-        Every rank must call this.
-        """
+        """Whether an evaluation is due after this step (0: before training). Every rank must call this."""
         return step > self.step and (step in (0, num_steps) or self.clock.is_due(step))
 
     @kept_random_numbers()
     def evaluate(self, step: int) -> dict[str, float]:
         """Metrics of the responses of the current policy.
 
-        Training is not affected. Every rank must call this. Raises StepRefused if a reward fails.
+        Training is not affected. Every rank must call this. Raises StepSkipped if a reward fails.
         """
-        batch = self._answer(step)
+        batch = self._sample(step)
         scores = self.rollout.scores
         has_score = scores.counts(batch)
         checks = [spec.name for spec in scores.specs if spec.kind in VERIFIABLE]
         metrics = measure(batch.select(has_score.nonzero()[:, 0]), checks)
         if scores.specs:
-            judged = judge(batch, torch.where(has_score, batch.numbers("scores"), torch.nan))
+            results = gather_results(batch, torch.where(has_score, batch.numbers("scores"), torch.nan))
             if step == 0:
-                self.before = judged
-            metrics |= compare(judged, self.before) if self.before else {}
+                self.before = results
+            metrics |= compare(results, self.before) if self.before else {}
         if scores.judges and self.before:
-            metrics |= self._compare_by_judges(batch) | scores.take_costs("eval")
-        if scores.bears_failures:
+            metrics |= self._compare_by_judges(batch) | scores.pop_costs("eval")
+        if scores.tolerates_failures:
             failed = gather_numbers(batch, failed=~scores.has_scores(batch))["failed"]
             metrics["eval/failed_fraction"] = float(failed.double().mean())
         self.step, self.metrics = step, metrics
         self.logger.log_event(step, metrics)
-        self._show(step, batch)
+        self._write_samples(step, batch)
         return metrics
 
     def _compare_by_judges(self, batch: PackedBatch) -> dict[str, float]:
         """Each judge's `eval/win_rate_NAME` of the responses against those before training.
 
-        A win or a loss must hold in both orders; everything else counts half. A pair on which a judge fails
-        is not counted if failures are tolerated. Every rank must call this. Raises StepRefused.
+        A win or a loss must be the same in both orders; everything else counts half. A pair on which a judge
+        fails is not counted if failures are tolerated. Every rank must call this. Raises StepSkipped.
         """
         scores = self.rollout.scores
         texts = [scores.decode(ids) for ids in batch.sequences("response_ids")]
@@ -247,22 +245,22 @@ class Evaluation:
             metrics |= win_rate(f"_{name}", distributed.sum_float(sum(kept)), count)
         return metrics
 
-    def _answer(self, step: int) -> PackedBatch:
+    def _sample(self, step: int) -> PackedBatch:
         """This rank's responses to the prompts, with log-probabilities and scores.
 
         A prompt has the same number, and so the same response, for any number of ranks.
         """
-        most = -(-len(self.rows) // distributed.world_size())
-        size = min(self.args.per_device_generation_batch_size, most)
+        max_rows = -(-len(self.rows) // distributed.world_size())
+        size = min(self.args.per_device_generation_batch_size, max_rows)
         batches = evaluation_batches(self.rows, collate_prompts, rows_per_batch=size)
         prompts, is_real = zip(*batches, strict=True)
-        answers, texts = self.rollout.sample(prompts, step, 1, FIRST_NUMBER)
+        responses, texts = self.rollout.sample(prompts, step, 1, FIRST_NUMBER)
         num_kept = int(distributed.max_float(float(torch.cat(is_real).sum())))  # the same on each rank
-        scored = self.rollout.score(answers.select(range(num_kept)), texts, is_trained_on=False)
+        scored = self.rollout.score(responses.select(range(num_kept)), texts, is_trained_on=False)
         end = FIRST_NUMBER + len(self.rows)  # later numbers are the padding rows of the last batches
         return scored.select([row for row, number in enumerate(scored.ids) if number < end])
 
-    def _show(self, step: int, batch: PackedBatch) -> None:
+    def _write_samples(self, step: int, batch: PackedBatch) -> None:
         """Write the responses to the first prompts to samples.jsonl. Every rank must call this."""
         ids = range(FIRST_NUMBER, FIRST_NUMBER + min(NUM_SHOWN, len(self.rows)))
         for row in response_rows(batch, ids, self.rollout.scores.decode):

@@ -31,7 +31,7 @@ from common.programs.training_loop import (
     save_model,
 )
 from common.ranks import distributed, watchdog
-from common.ranks.failures import StepRefused, TooManyBadSteps
+from common.ranks.failures import StepSkipped, TooManyBadSteps
 from common.runs.durable_files import SaveFailed, remove_folder
 from common.runs.export import save_export
 from common.runs.run import Run
@@ -39,7 +39,7 @@ from common.runs.saved_state import EngineState
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.build_trainer import build_pretraining_batches, build_trainer
 from step3_ppo.checks import PPOStart, check_start_up
-from step3_ppo.evaluation import choose_prompts
+from step3_ppo.evaluation import select_eval_prompts
 from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.roles import Roles
 from step3_ppo.trainer_state import TrainerState
@@ -112,7 +112,7 @@ def evaluate_and_export(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
     try:
         with watchdog.phase("the evaluation", step, clock="evaluate"):
             metrics = evaluation.evaluate(step)
-    except StepRefused as error:
+    except StepSkipped as error:
         run.record_bad_step(step, error)
         return
     if not args.output_dir or not evaluation.is_best(metrics):
@@ -170,10 +170,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             args.per_device_generation_batch_size,
             args.batches_per_step,
             rows_flag="--per_device_generation_batch_size",
-            what="prompt data",
+            data_name="prompt data",
         )
         prompts = GlobalBatches.by_rows(data.train, collate_prompts, plan, args.seed, data.sources)
-        held_out, eval_note = choose_prompts(args, start.options, data, start.template)
+        held_out, eval_note = select_eval_prompts(args, start.options, data, start.template)
         pretraining = build_pretraining_batches(args, start.tokenizer)
     num_steps = count_steps(args, len(prompts))
 

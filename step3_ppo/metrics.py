@@ -82,7 +82,7 @@ def summarise_scores(batch: PackedBatch, scores: Scorer) -> dict[str, float]:
     If failures are tolerated, also the fraction of responses without a score. Every rank must call this.
     """
     keys = [key for key in batch.data if key.startswith(PREFIX)]
-    if len(keys) < 2 and not scores.bears_failures:
+    if len(keys) < 2 and not scores.tolerates_failures:
         return {}
     gathered = gather_numbers(batch, **{key: batch.numbers(key) for key in ["scores", *keys]})
     several = keys if len(keys) > 1 else []
@@ -97,7 +97,7 @@ def summarise_scores(batch: PackedBatch, scores: Scorer) -> dict[str, float]:
             metrics[f"objective/score_{name}"] = float(reward_scores[is_scored].mean())
             agreement = correlation(reward_scores[is_scored], gathered["scores"][is_scored])
             metrics[f"objective/agreement_{name}"] = float(agreement)
-    if scores.bears_failures:
+    if scores.tolerates_failures:
         failed = torch.stack([gathered[key].isnan() for key in keys])
         metrics["objective/failed_fraction"] = float(failed.any(0).double().mean())
         for key, reward_failed in zip(several, failed, strict=False):

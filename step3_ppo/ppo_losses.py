@@ -55,7 +55,7 @@ class PPOLosses:
         Both steps are taken or neither: neither if sampler and trainer differ by more than `max_gap` nats per
         token. The metric `NUM_TOKENS` is the number of tokens that the actor was trained on. Returns {} if
         there are none, or if --early_stop_action skips the update. Every rank must call this. Raises
-        StepRefused.
+        StepSkipped.
         """
         num_tokens = distributed.sum_float(sum(map(sum_of("loss_mask"), micro_batches)))
         if not num_tokens:
@@ -83,7 +83,7 @@ class PPOLosses:
         """Take an optimizer step of the actor on pretraining text only (--unsup_step own); return its
         metrics.
 
-        Every rank must call this. Raises StepRefused.
+        Every rank must call this. Raises StepSkipped.
         """
         with watchdog.phase("the unsupervised update of the actor", clock="actor_update"):
             gradients = compute_gradients(self.roles.actor.model, [self._text_term()])

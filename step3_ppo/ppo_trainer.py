@@ -13,7 +13,7 @@ import torch
 from common.data.global_batches import GlobalBatches
 from common.data.packed_batch import PackedBatch
 from common.ranks import distributed, watchdog
-from common.ranks.failures import StepRefused
+from common.ranks.failures import StepSkipped
 from common.ranks.step_costs import COSTS
 from common.runs.run import Run
 from common.runs.run_logger import RunLogger
@@ -65,7 +65,7 @@ class PPOTrainer:
             self.value_normaliser = ValueNormaliser(args.value_norm, args.value_norm_beta)
         if args.ema_decay:
             self.ema = ExponentialMovingAverage(self.roles.actor.model.module, args.ema_decay)
-        # With --ref_ema_decay: the reference's weights.
+        # With --ref_ema_decay: the reference's averaged weights.
         self.ref_average = self.roles.reference.average if args.ref_ema_decay else None
         if held_out:
             self.evaluation = Evaluation(args, rollout, logger, held_out, len(prompts))
@@ -76,7 +76,7 @@ class PPOTrainer:
     def train_step(self, step: int, run: Run) -> dict[str, float]:
         """Run (or finish) PPO step `step`, counted from 1; log and return its metrics.
 
-        The run counts skipped minibatches, and can stop between any two minibatches. Raises StepRefused if
+        The run counts skipped minibatches, and can stop between any two minibatches. Raises StepSkipped if
         the step's rollout cannot be trained on.
         """
         COSTS.begin_step()
@@ -96,14 +96,14 @@ class PPOTrainer:
                     if has_text_steps(self.args):
                         self.update(self.open_step, self.losses.update_on_text)
                     run_hooks("after_update", self, micro_batches)
-            except StepRefused as error:
+            except StepSkipped as error:
                 run.record_bad_step(step, error, self.open_step.position)
             run.checkpoint_if_due(step, self.open_step.position)
         return self.finish_step(self.open_step)
 
     def collect(self, step: int, run: Run) -> PackedBatch:
-        """Rollout batch of a step, with values in real units: normaliser statistics may change before it is
-        used.
+        """Rollout batch of a step, with denormalised values: the normaliser's statistics may change before it
+        is used.
         """
         while len(self.waiting) <= self.args.rollout_staleness:
             with watchdog.phase("the rollout", step):
@@ -138,14 +138,14 @@ class PPOTrainer:
                 scores = torch.where(has_score, batch.numbers("scores"), torch.nan)
                 batch = batch.with_numbers("scores", scores)
             summary |= metrics.summarise_scores(batch, self.rollout.scores) | metrics.summarise_turns(batch)
-            summary |= self.rollout.scores.take_costs("reward")
+            summary |= self.rollout.scores.pop_costs("reward")
             if self.args.rollout_staleness:
                 # Mean number of PPO steps between the sampling of a token and this step.
                 summary["rollout/staleness"] = step - 1 - float(step_mean(batch.data["versions"]))
             share = summary.get("objective/failed_fraction")
             first = self.rollout.scores.first_failure
             if share and step % self.logger.log_interval == 0:
-                text = f"{share:.1%} of the responses got no score of their own; the first failure: {first}"
+                text = f"a reward failed for {share:.1%} of the responses; the first failure: {first}"
                 self.logger.note(f"step {step}: {text}")
             mask = tokens(batch, "loss_mask")
             weights, counts = loss_weights(mask, self.args.loss_aggregation, self.args.max_answer_seq_len)
@@ -154,8 +154,8 @@ class PPOTrainer:
             if self.correction and self.args.prox_logprobs == "loglinear":
                 batch = batch.with_key("prox_share", prox_share(batch, step), like="response_ids")
             elif self.correction:
-                batch, of_weights = self._correct(batch, self.correction, is_current=is_current)
-                summary |= of_weights
+                batch, weight_metrics = self._correct(batch, self.correction, is_current=is_current)
+                summary |= weight_metrics
             return OpenStep(step, batch, summary)
 
     def _normalise_values(self, batch: PackedBatch) -> PackedBatch:
@@ -177,13 +177,13 @@ class PPOTrainer:
         now = step - 1
         versions = batch.data["versions"]
         oldest, newest = (distributed.max_float(float(x)) for x in (-versions.min(), versions.max()))
-        assert newest <= now, f"step {step} has tokens of a policy that has made {newest:.0f} steps"
+        assert newest <= now, f"step {step} has tokens of a policy that has taken {newest:.0f} steps"
         return -oldest == now
 
     def _correct(
         self, batch: PackedBatch, correction: Correction, *, is_current: bool
     ) -> tuple[PackedBatch, dict[str, float]]:
-        """The batch with prox_logprobs and importance weights, and statistics of the weights.
+        """The batch with prox_logprobs and importance weights, and metrics of the weights.
 
         If the policy before the updates is the sampler, and its log-probabilities were recomputed by the
         trainer, these are prox; otherwise a forward pass computes prox.
@@ -200,24 +200,24 @@ class PPOTrainer:
 
     def minibatches(self, current: OpenStep) -> Iterator[list[PackedBatch]]:
         """Yield this rank's micro-batches of each remaining optimizer step of a PPO step."""
-        left = cut_minibatches(
+        remaining = cut_minibatches(
             current.batch, self.args, self.rollout.cap, current.step, first=current.num_minibatches
         )
         while not current.is_done:
             with watchdog.phase("the split into minibatches", clock="actor_update"):
-                micro_batches = next(left, None)
+                micro_batches = next(remaining, None)
             if micro_batches is None:
                 return
             current.num_minibatches += 1
             yield micro_batches
 
-    def update(self, current: OpenStep, make_step: Callable[..., dict[str, float]], *what: Any) -> bool:
+    def update(self, current: OpenStep, make_step: Callable[..., dict[str, float]], *inputs: Any) -> bool:
         """Take an optimizer step and record its metrics; return whether it was taken.
 
-        StepRefused leaves everything unchanged.
+        StepSkipped leaves everything unchanged.
         """
         with watchdog.phase("the updates", current.step):
-            means = make_step(*what)
+            means = make_step(*inputs)
         if not means:
             return False
         for name, value in means.items():
@@ -225,8 +225,8 @@ class PPOTrainer:
         if self.ema:
             self.ema.update()
         if "policy/approx_kl" in means:  # a step on text has none
-            is_far = 0 < self.args.early_stop_imp_ratio < means["policy/ratio"]
-            current.is_done = is_far or self.args.exceeds_kl(means["policy/approx_kl"])
+            exceeds_ratio = 0 < self.args.early_stop_imp_ratio < means["policy/ratio"]
+            current.is_done = exceeds_ratio or self.args.exceeds_kl(means["policy/approx_kl"])
         return True
 
     def finish_step(self, current: OpenStep) -> dict[str, float]:
@@ -247,9 +247,9 @@ class PPOTrainer:
         numbers |= COSTS.end_step(distributed.world_size())
         self.logger.log(step, numbers)
         gap = numbers.get("policy/logprob_gap")  # None: every minibatch was skipped
-        advice = None if gap is None else self.rollout.check_logprob_gap(gap)
-        if advice:
-            self.logger.note(f"step {step}: {advice}")
+        warning = None if gap is None else self.rollout.check_logprob_gap(gap)
+        if warning:
+            self.logger.note(f"step {step}: {warning}")
         self._write_responses(step, current.batch)
         if self.ref_average:
             self.ref_average.update()

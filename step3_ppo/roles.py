@@ -47,8 +47,8 @@ class Role:
     name, clock = "", ""  # of its scoring, for the watchdog and the step's costs
 
     def __post_init__(self) -> None:
-        is_away = self.is_offloaded and distributed.has_gpu()
-        self._offloaded = OffloadedWeights(self.model) if is_away else None
+        moves_weights = self.is_offloaded and distributed.has_gpu()
+        self._offloaded = OffloadedWeights(self.model) if moves_weights else None
 
     def score(self, batches: Sequence[PackedBatch]) -> list[Any]:
         """Outputs of the role for each batch. Every rank must call this with the same number of batches."""
@@ -130,8 +130,8 @@ class Teacher(Reference):
 class LoraReference(Reference):
     """The reference under LoRA: new adapters disabled, other trained weights as they were at the start.
 
-    These are the adapters that the actor started with and, without --only_optimize_lora, all but the adapted
-    matrices; each rank keeps its own part of them.
+    The other trained weights are the adapters that the actor started with and, without --only_optimize_lora,
+    all but the adapted matrices; each rank keeps its shard of their initial values.
     """
 
     def __init__(self, engine: Any, *, has_new_adapters: bool, **layout: bool) -> None:
@@ -180,7 +180,7 @@ class Actor(Policy):
     def generate(
         self, batch: PromptBatch, *, on_turns: TurnCallback | None = None, is_greedy: bool = False
     ) -> Generation:
-        """The responses of all samples; only inside `generation_mode`. Every rank must call this."""
+        """Responses of all samples; call it inside `generation_mode` only. Every rank must call this."""
         with watchdog.phase("the generation", clock="generate"):
             sampling = replace(self.sampling, top_k=1) if is_greedy else self.sampling
             generation = self.hybrid_engine.generate(batch, sampling, on_turns=on_turns)
@@ -214,7 +214,7 @@ class Actor(Policy):
 
 
 class Reward(Role):
-    """A frozen reward model; scores (b,) fp32 depend on the sampled tokens of the response.
+    """A frozen reward model; scores (b,) fp32 of `compute_scores` over the sampled tokens of the response.
 
     `closing_ids` follow a finished response: see `closing_of`.
     """

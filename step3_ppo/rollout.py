@@ -1,6 +1,6 @@
 """From prompts to a rollout batch: generate, then score with all roles.
 
-# b responses of this rank, R response
+# b responses of this rank, total their tokens
 """
 
 import math
@@ -15,7 +15,7 @@ from common.data.packed_batch import ROW_IDS, PackedBatch, prompt_texts
 from common.generation.generate import Generation, PromptBatch
 from common.models.output_head import SamplingMask
 from common.ranks import distributed, watchdog
-from common.ranks.failures import StepRefused
+from common.ranks.failures import StepSkipped
 from step3_ppo.algorithms import divergence_beta
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.environments import KIND, NUM_TURNS, Conversation, scores_of
@@ -41,17 +41,15 @@ class Rollout:
     def __init__(
         self, args: PPOArguments, roles: Roles, scores: Scorer, *, needs_greedy: bool = False
     ) -> None:
-        """`needs_greedy`: each prompt also has a greedy response, which is scored but is not a row of a
-        batch.
-        """
+        """`needs_greedy`: also score a greedy response to each prompt, which is not a row of a batch."""
         self.args = args
         self.roles = roles
         self.scores = scores
         self.environments = scores.environments
-        most = args.per_device_training_batch_size * (args.max_prompt_seq_len + args.max_answer_seq_len)
+        default = args.per_device_training_batch_size * (args.max_prompt_seq_len + args.max_answer_seq_len)
         actor = roles.actor
         layout = (actor.is_packed, actor.shares_prompts)
-        max_tokens = args.max_tokens_per_micro_batch or most
+        max_tokens = args.max_tokens_per_micro_batch or default
         self.cap = TokenCap(max_tokens, *layout)
         self.score_cap = TokenCap(args.max_tokens_per_scoring_pass or max_tokens, *layout)
         self.needs_greedy = needs_greedy
@@ -70,12 +68,11 @@ class Rollout:
         self.recomputes = state["recomputes"]
 
     def check_logprob_gap(self, gap: float) -> str | None:
-        """Update the policy of --old_logprobs from a step's mean gap between sampler and trainer; return a
-        warning or None.
+        """Update `recomputes` from a step's mean gap between sampler and trainer; return a warning or None.
 
         Under --old_logprobs auto, log-probabilities are recomputed until the gap is within MAX_LOGPROB_GAP
-        for a step; then the sampler is trusted until a step exceeds it. Stale rollouts are always recomputed:
-        the policy changes before it is trained on them, so the first minibatch does not show the gap.
+        for a step; then the sampler is trusted until a step exceeds it. Log-probabilities of stale rollouts
+        are always recomputed: the policy has changed since, so the first minibatch cannot measure the gap.
         """
         was_recomputed = self.recomputes
         is_small = gap <= MAX_LOGPROB_GAP
@@ -89,8 +86,8 @@ class Rollout:
     def collect(self, prompts: GlobalBatches, version: int) -> PackedBatch:
         """This rank's rollout batch of a step; `version` is the number of steps that the policy has taken.
 
-        Groups whose responses all have the same score are replaced by groups of further prompts, if these
-        have different scores. Every rank must call this.
+        Groups whose responses all have the same score are replaced by groups of further prompts whose
+        responses have different scores, if there are any. Every rank must call this.
         """
         batch = self._collect_once(prompts, version)
         num_refilled = 0
@@ -99,9 +96,9 @@ class Rollout:
             if not dropped:
                 break
             fresh = self._collect_once(prompts, version)
-            taken = gather_ids(fresh, ~self._is_constant(fresh))
-            num_replaced = min(len(dropped), len(taken))
-            batch = replace_rows(batch, dropped[:num_replaced], fresh, taken[:num_replaced])
+            useful = gather_ids(fresh, ~self._is_constant(fresh))
+            num_replaced = min(len(dropped), len(useful))
+            batch = replace_rows(batch, dropped[:num_replaced], fresh, useful[:num_replaced])
             num_refilled += num_replaced
         self.refilled_fraction = num_refilled / (len(batch) * distributed.world_size())
         return batch
@@ -113,7 +110,7 @@ class Rollout:
 
     def _collect_once(self, prompts: GlobalBatches, version: int) -> PackedBatch:
         # Prompts are numbered across the whole run, the same for any number of ranks.
-        first = prompts.num_taken * prompts.order.global_rows
+        first = prompts.num_steps * prompts.order.global_rows
         with watchdog.phase("the reading of prompts", clock="data"):
             prompt_batches = list(next(prompts))
         batch, texts = self.sample(prompt_batches, version, self.args.num_samples_per_prompt, first)
@@ -121,15 +118,15 @@ class Rollout:
             batch = self._add_greedy(batch, *self.sample(prompt_batches, version, 1, first, is_greedy=True))
         return self.score(batch, texts)
 
-    def _add_greedy(self, batch: PackedBatch, answers: PackedBatch, texts: PromptTexts) -> PackedBatch:
+    def _add_greedy(self, batch: PackedBatch, greedy: PackedBatch, texts: PromptTexts) -> PackedBatch:
         """The batch with scores, lengths and is_finished of the greedy responses to the same prompts."""
-        micro_batches = self.score_cap.cut(answers)
+        micro_batches = self.score_cap.cut(greedy)
         scores = self.scores.start(micro_batches, texts).wait(self.roles.rewards)
-        answers = join_scores(answers.ids, micro_batches, {}, {"scores": scores["scores"]})
-        row_of = {group: row for row, group in enumerate(answers.numbers("group_ids").tolist())}
+        greedy = join_scores(greedy.ids, micro_batches, {}, {"scores": scores["scores"]})
+        row_of = {group: row for row, group in enumerate(greedy.numbers("group_ids").tolist())}
         rows = [row_of[group] for group in batch.numbers("group_ids").tolist()]
-        columns = {key: answers.numbers(key) for key in ("scores", "is_finished")}
-        columns["lengths"] = answers.lengths["response_ids"]
+        columns = {key: greedy.numbers(key) for key in ("scores", "is_finished")}
+        columns["lengths"] = greedy.lengths["response_ids"]
         for key, column in columns.items():
             batch = batch.with_numbers(f"greedy_{key}", column[rows])
         return batch
@@ -145,8 +142,8 @@ class Rollout:
     ) -> tuple[PackedBatch, PromptTexts]:
         """`num_samples` responses to each of this rank's prompts, and the texts of the prompts by number.
 
-        Prompts are numbered from `first`: a batch of the first rank, then one of the next. The number of a
-        prompt is the id of its group and determines its random numbers. Every rank must call this.
+        Prompts are numbered from `first`: a batch of rank 0, then one of rank 1, and so on. A prompt's number
+        is the id of its group and determines its random numbers. Every rank must call this.
         """
         parts, texts = [], {}
         if self.environments:
@@ -176,7 +173,7 @@ class Rollout:
         *,
         is_greedy: bool,
     ) -> PackedBatch:
-        """Responses to prompts with these numbers (rows,) int64; with an environment in conversations."""
+        """Responses to prompts with these numbers (rows,) int64, or conversations with an environment."""
         with watchdog.phase("the padding of the prompts", clock="gather"):
             group_ids = numbers.repeat_interleave(num_samples)
             sample_ids = group_ids * num_samples + torch.arange(num_samples).repeat(len(numbers))
@@ -208,9 +205,9 @@ class Rollout:
     def score(self, batch: PackedBatch, texts: PromptTexts, *, is_trained_on: bool = True) -> PackedBatch:
         """The responses with the outputs of all roles; `texts` are the prompts' texts by number.
 
-        With `is_trained_on=False` they get no values, and the trainer's log-probabilities over all tokens.
-        Every rank must call this. Raises StepRefused on all ranks for NaN, infinity, or if no response has a
-        score.
+        With `is_trained_on=False` they have no values, and the trainer's log-probabilities over the whole
+        vocabulary. Every rank must call this. Raises StepSkipped on all ranks for NaN or infinity, or if no
+        response has a score.
         """
         roles = self.roles
         with watchdog.phase("the split into micro-batches", clock="gather"):
@@ -232,7 +229,7 @@ class Rollout:
             columns["old_values"], numbers["next_values"] = values, last_values
         try:
             numbers |= pending.wait(roles.rewards)
-        except StepRefused as error:
+        except StepSkipped as error:
             error.batches = micro_batches
             raise
         with watchdog.phase("the gathering of the scores", clock="gather"):
@@ -246,7 +243,7 @@ class Rollout:
         old_logprobs: Sequence[torch.Tensor],
         ref_logprobs: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """Divergence of each token's distribution from the teacher's, by --distill_loss."""
+        """Divergence of each token's distribution from the teacher's, as defined by --distill_loss."""
         beta = divergence_beta(self.args)
         if beta is None:
             return [old - ref for old, ref in zip(old_logprobs, ref_logprobs, strict=True)]
@@ -257,14 +254,14 @@ class Rollout:
         gathered = distributed.gather_objects((own, bool(self.scores.has_scores(batch).any())))
         names = [name for name in SCORED if any(name in rank_names for rank_names, _ in gathered)]
         if names:
-            raise StepRefused(
-                f"{', '.join(names)} of the rollout are not finite: a model gives NaN or infinity; use "
+            raise StepSkipped(
+                f"{', '.join(names)} of the rollout are not finite: a model returns NaN or infinity; use "
                 "--dtype bf16 or fp32 in place of fp16, or lower the learning rate",
                 [batch],
             )
         if not any(has_score for _, has_score in gathered):
             failure = f"the first failure: {self.scores.first_failure}"
-            raise StepRefused(f"no response of the rollout has a score; {failure}", [batch])
+            raise StepSkipped(f"no response of the rollout has a score; {failure}", [batch])
 
 
 def repeat_each(items: Iterable[Any], times: int) -> list[Any]:
@@ -282,15 +279,15 @@ def join_scores(
     micro-batch: one number per token (columns) or per response (numbers).
     """
     batch = PackedBatch.concat(micro_batches)
-    for name, of_parts in columns.items():
-        batch = batch.with_key(name, torch.cat(list(of_parts)).cpu(), like="response_ids")
-    for name, of_parts in numbers.items():
-        batch = batch.with_numbers(name, torch.cat(list(of_parts)).cpu())
+    for name, parts in columns.items():
+        batch = batch.with_key(name, torch.cat(list(parts)).cpu(), like="response_ids")
+    for name, parts in numbers.items():
+        batch = batch.with_numbers(name, torch.cat(list(parts)).cpu())
     return reorder(batch, ids)
 
 
 def add_sampling_mask(batch: PackedBatch, mask: SamplingMask) -> PackedBatch:
-    """The batch with the tokens that could be sampled at each response token."""
+    """The batch with the tokens that could be sampled in place of each response token."""
     batch = batch.with_key("support_counts", mask.counts, like="response_ids")
-    of_responses = torch.stack([part.sum() for part in batch.sequences("support_counts")])
-    return batch.with_key("support_ids", mask.token_ids.cpu().int(), lengths=of_responses)
+    num_ids = torch.stack([part.sum() for part in batch.sequences("support_counts")])
+    return batch.with_key("support_ids", mask.token_ids.cpu().int(), lengths=num_ids)

@@ -184,8 +184,8 @@ class TrainerState(Stateful):
         state: dict[str, Any] = {name: part.state_dict() for name, part in self._parts().items()}
         state["keys"] = {name: list(batch.data) for name, batch in self._batches().items()}
         state["num_ranks"] = distributed.world_size()
-        state["num_prompts"] = trainer.prompts.num_taken
-        state["losses"] = {"num_texts": texts.num_taken if texts else 0}
+        state["num_prompts"] = trainer.prompts.num_steps
+        state["losses"] = {"num_texts": texts.num_steps if texts else 0}
         if trainer.open_step:
             state[OPEN] = trainer.open_step.state_dict()
         return state
@@ -203,9 +203,9 @@ class TrainerState(Stateful):
         is_open = OPEN in batches
         trainer.open_step = OpenStep(batch=batches.pop(OPEN), **state[OPEN]) if is_open else None
         trainer.waiting = deque(batches.values())
-        trainer.prompts.num_taken = state["num_prompts"]
+        trainer.prompts.num_steps = state["num_prompts"]
         if trainer.losses.pretraining:
-            trainer.losses.pretraining.num_taken = state["losses"]["num_texts"]
+            trainer.losses.pretraining.num_steps = state["losses"]["num_texts"]
 
 
 def _read_rows(reader: TensorReader, name: str, keys: list[str], num_ranks: int) -> PackedBatch:

@@ -1,7 +1,7 @@
 """Dialogue templates: messages to text, text to token ids and response mask.
 
 One tokenisation of the whole text gives both: a token belongs to the response if its character offset does.
-Nothing is tokenised in parts, so tokens at borders are those of the whole text.
+Parts are never tokenised separately, so tokens at borders are those of the whole text.
 """
 
 import hashlib
@@ -73,8 +73,8 @@ class Template(ABC):
 
         With `response` None the text ends where the model's reply starts. `learn_all_turns` marks the
         assistant's turns in `prompt` as responses too, each with its end-of-turn token; those that are not
-        `is_learned` stay context. `tools` is a JSON list. Raises BadRow if the template cannot show this
-        dialogue; RewritesPast if it changes earlier turns once another follows.
+        `is_learned` stay context. `tools` is a JSON list. Raises BadRow if the template cannot render
+        this dialogue; RewritesPast if it changes earlier turns when another follows.
         """
         reply = Message("assistant", response) if isinstance(response, str) else response
         return self._segments(tuple(prompt), reply, learn_all_turns, tools)
@@ -95,7 +95,7 @@ class Template(ABC):
         return self.tokenizer.chat_template
 
     def text_segments(self, text: str) -> list[Segment]:
-        """A plain text that is learned as a whole, then the end-of-turn token."""
+        """A plain text, trained on as a whole, and the end-of-turn token."""
         return [Segment(self._without_eot(text) + self.eot_token, True)]
 
     def prompt_text(self, prompt: Sequence[Message], tools: str = "") -> str:
@@ -103,14 +103,14 @@ class Template(ABC):
         return "".join(segment.text for segment in self.segments(prompt, None, tools=tools))
 
     def shorten(self, prompt: Sequence[Message], max_tokens: int, tools: str = "") -> tuple[Message, ...]:
-        """A prompt without its oldest turns, dropped whole until it has `max_tokens` or one question is left.
+        """A prompt of at most `max_tokens`, or one question: the oldest turns are dropped, each as a whole.
 
         A system message stays.
         """
         system = tuple(prompt[:1]) if prompt[0].role == "system" else ()
         starts = [index for index, message in enumerate(prompt) if message.role == "user"][1:]
         shorter = [tuple(prompt), *(system + tuple(prompt[index:]) for index in starts)]
-        first = bisect_left(shorter, True, key=lambda some: self._count_tokens(some, tools) <= max_tokens)
+        first = bisect_left(shorter, True, key=lambda turns: self._count_tokens(turns, tools) <= max_tokens)
         return shorter[min(first, len(shorter) - 1)]
 
     def _count_tokens(self, prompt: Sequence[Message], tools: str = "") -> int:
@@ -120,7 +120,7 @@ class Template(ABC):
         """Token ids of messages after a reply: from its end-of-turn token to the start of the next reply.
 
         They depend on these messages only, not on the tokens of the reply. Raises BadRow if the template
-        cannot show them.
+        cannot render them.
         """
         text = self._text_after_reply(messages)
         eot, *ids = self._fast.encode(self.eot_token + text, add_special_tokens=False).ids
@@ -136,10 +136,10 @@ class Template(ABC):
         # Offsets take one Python tuple per token: all documents at once would need too much memory.
         result: list[Tokenised] = []
         for start in range(0, len(rows), BATCH_TEXTS):
-            some = rows[start : start + BATCH_TEXTS]
-            texts = ["".join(segment.text for segment in segments) for segments in some]
+            batch = rows[start : start + BATCH_TEXTS]
+            texts = ["".join(segment.text for segment in segments) for segments in batch]
             encodings = self._fast.encode_batch(texts, add_special_tokens=False)
-            result += [self._tokenised(segments, enc) for segments, enc in zip(some, encodings, strict=True)]
+            result += [self._tokenised(segments, enc) for segments, enc in zip(batch, encodings, strict=True)]
         return result
 
     def _tokenised(self, segments: Sequence[Segment], encoding) -> Tokenised:
@@ -167,7 +167,7 @@ class Template(ABC):
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def _without_eot(self, text: str) -> str:
-        """A reply without the end-of-turn text that some data sets include: it must occur once."""
+        """A reply without the end-of-turn text, which some data sets include: it must occur only once."""
         bare = text.rstrip()
         return bare[: -len(self.eot_token)] if bare.endswith(self.eot_token) else text
 
@@ -180,7 +180,7 @@ class HumanAssistantTemplate(Template):
 
     @property
     def chat_template(self) -> str:
-        """The form as a chat template of transformers, with an end of turn after each answer."""
+        """The form as a chat template of transformers, with an end-of-turn token after each reply."""
         bos = "" if self.bos_id is None else "{{- bos_token }}"
         values = f"{json.dumps(self._LABELS)}, {json.dumps(self.is_verbatim)}"
         return f"{{%- set labels, by_letter = {values} %}}{bos}\n{_JINJA.read_text().strip()}"
@@ -189,9 +189,9 @@ class HumanAssistantTemplate(Template):
         self, prompt: tuple[Message, ...], reply: Message | None, learn_all_turns: bool, tools: str
     ) -> list[Segment]:
         if tools:
-            raise self._cannot_show("tools")
-        pieces = self._context(prompt, learn_all_turns)
-        return pieces if reply is None else [*pieces, self._response(reply)]
+            raise self._cannot_render("tools")
+        context = self._context(prompt, learn_all_turns)
+        return context if reply is None else [*context, self._response(reply)]
 
     def _context(self, prompt: Sequence[Message], learn_all_turns: bool) -> list[Segment]:
         """Segments up to the start of the reply; white space around turns is stripped."""
@@ -200,7 +200,7 @@ class HumanAssistantTemplate(Template):
         cue = self._LABELS["assistant"].rstrip()
         for message in prompt:
             if message.role not in self._LABELS:
-                raise self._cannot_show(f"turns of {message.role}")
+                raise self._cannot_render(f"turns of {message.role}")
             response = self._response(message)
             if learn_all_turns and message.role == "assistant" and message.is_learned:
                 result += [Segment(context + cue, False), response]
@@ -211,14 +211,14 @@ class HumanAssistantTemplate(Template):
 
     def _response(self, reply: Message) -> Segment:
         if reply.extras:
-            raise self._cannot_show(next(iter(json.loads(reply.extras))))
+            raise self._cannot_render(next(iter(json.loads(reply.extras))))
         return Segment(f" {self._without_eot(reply.content).strip()}{self.eot_token}", True)
 
-    def _cannot_show(self, part: str) -> BadRow:
-        return BadRow(f"--template {self.name} cannot show {part}; --template chat may")
+    def _cannot_render(self, part: str) -> BadRow:
+        return BadRow(f"--template {self.name} cannot render {part}; --template chat may")
 
     def _text_after_reply(self, messages: Sequence[Message]) -> str:
-        return "".join(piece.text for piece in self._context((*EXCHANGE, *messages), True)[2:])
+        return "".join(segment.text for segment in self._context((*EXCHANGE, *messages), True)[2:])
 
 
 class OneLineTemplate(HumanAssistantTemplate):
@@ -229,7 +229,7 @@ class OneLineTemplate(HumanAssistantTemplate):
 
 
 class PlainTemplate(HumanAssistantTemplate):
-    """A bare prompt and its continuation, both unchanged; dialogues of a row as Human:/Assistant:."""
+    """A bare prompt and its continuation, both unchanged; dialogues use Human:/Assistant: labels."""
 
     name = "plain"
     is_verbatim = True
@@ -240,11 +240,11 @@ class PlainTemplate(HumanAssistantTemplate):
         """See `Template.segments`; a single user message that is not a row's `Turn` is left unchanged."""
         if tools or [message.role for message in prompt] != ["user"] or isinstance(prompt[0], Turn):
             return super()._segments(prompt, reply, learn_all_turns, tools)
-        pieces = [Segment(prompt[0].content, False)]
+        context = [Segment(prompt[0].content, False)]
         if reply is None:
-            return pieces
-        self._response(reply)  # raises BadRow for a reply that the form cannot show
-        return pieces + self.text_segments(reply.content)
+            return context
+        self._response(reply)  # raises BadRow for a reply that the form cannot render
+        return context + self.text_segments(reply.content)
 
     def _text_after_reply(self, messages: Sequence[Message]) -> str:
         return "".join(message.content for message in messages)
@@ -269,9 +269,9 @@ def truncate(
     """A row of at most `max_tokens`: context is truncated on its left (BOS stays), then the response at its
     end.
 
-    At least `min_context_tokens` of context are kept if there are as many; at least one, so that every
-    response token has one before it. `max_response_tokens` is the room for the response if it is more than
-    this row's own: that of the other answer of a pair, so that both keep the same context.
+    At least `min_context_tokens` of context are kept if there are as many: 1 or more, so that every response
+    token has one before it. `max_response_tokens`, if larger, replaces the length of this row's response:
+    that of a pair's other response, so that both keep the same context.
     """
     input_ids, mask = row.input_ids, row.response_mask
     start = response_start(mask)

@@ -27,7 +27,7 @@ class RowPlan:
     rows_per_micro_batch: int
     accumulation: int = 1
     rows_flag: str = "--per_device_train_batch_size"
-    what: str = "training data"
+    data_name: str = "training data"  # for messages
 
     @property
     def global_rows(self) -> int:
@@ -42,12 +42,12 @@ class RowPlan:
 
 
 class Groups:
-    """Rows with the same number, such as the pairs of a prompt; an epoch samples at most `max_rows` of them.
+    """Rows with the same number, such as the pairs of a prompt; an epoch has at most `max_rows` per group.
 
-    `sources` are (rows, weight) of each source, in the order of the rows: an epoch has weight x as many of
-    its rows, in whole groups, and another sample in each epoch; without `sources` every row once.
+    `sources` are (rows, weight) of each source, in the order of the rows: an epoch has weight x rows of a
+    source, in whole groups, with a new sample in each epoch; without `sources` it has every row once.
 
-    Held as arrays with one entry per row: lists of objects would take ten times the memory. Groups are
+    Stored as arrays with one entry per row: lists of objects would need ten times the memory. Groups are
     numbered in the order of their first rows. Without `sources` all arrays are empty if no two rows share a
     number.
     """
@@ -66,7 +66,7 @@ class Groups:
         self.sizes = np.bincount(self.group_of)  # (groups,)
         self.has_weights = bool((self.sizes > 1).any())  # else all are 1
         self.starts = np.cumsum(self.sizes) - self.sizes  # (groups,): first index in `rows`
-        self.counts = np.minimum(self.sizes, max_rows or len(numbers))  # (groups,): rows each time
+        self.counts = np.minimum(self.sizes, max_rows or len(numbers))  # (groups,): rows per sample
         ends = np.cumsum([rows for rows, _ in sources])
         source_of = np.searchsorted(ends, self.rows[self.starts], side="right")
         # Groups of each source, and how many of their rows an epoch has.
@@ -92,7 +92,7 @@ class Groups:
         return sum(num_rows for _, num_rows in self.weighted)
 
     def _order(self, generator: torch.Generator) -> np.ndarray:
-        """Groups of an epoch in random order; with weights a source's last one may have rows to spare."""
+        """Groups of an epoch in random order; with weights, a source's last one may exceed its share."""
         if not self.weighted:
             return torch.randperm(len(self), generator=generator).numpy()
         chosen = []
@@ -123,7 +123,7 @@ class EpochOrder:
     """Rows of every step, epoch after epoch; a last incomplete global batch of an epoch is left out.
 
     With `longest`, the length (rows,) of each row's longest sequence, a batch has rows of similar length and
-    so needs less padding; which rows these are still depends on the seed only.
+    so needs less padding; its rows still depend only on the data and the seed.
 
     Raises ValueError if the `num_rows` rows of the data do not fill one global batch.
     """
@@ -147,9 +147,9 @@ class EpochOrder:
         if self.epoch_rows < self.global_rows:
             num_rows = f"{plan.rows_per_micro_batch} rows x {plan.accumulation} accumulation steps"
             raise ValueError(
-                f"the {plan.what} has {self.epoch_rows} rows, fewer than one global batch of "
+                f"the {plan.data_name} has {self.epoch_rows} rows, fewer than one global batch of "
                 f"{self.global_rows} = {num_rows} x {distributed.world_size()} ranks: lower {plan.rows_flag} "
-                f"{plan.rows_per_micro_batch}, or give more data"
+                f"{plan.rows_per_micro_batch}, or use more data"
             )
 
     def __len__(self) -> int:
@@ -165,7 +165,7 @@ class EpochOrder:
         return self._rows[step * self.global_rows :][: self.global_rows].tolist()
 
     def rows_until(self, num_steps: int) -> list[int]:
-        """Rows of the first steps, ascending; all rows if they cover an epoch, unless epochs use a sample."""
+        """Rows of the first steps, ascending; all rows if they cover an epoch, unless it is a sample."""
         if num_steps >= len(self) and self.epoch_rows == self.num_rows and not self.groups.weighted:
             return list(range(self.num_rows))
         is_read = np.zeros(self.num_rows, dtype=bool)
@@ -200,8 +200,8 @@ class EpochOrder:
 class GlobalBatches:
     """Endless micro-batches of one rank: `next` returns those of the next optimizer step.
 
-    `num_taken` counts these steps; a resumed run sets it without reading earlier rows. If there are groups of
-    several rows, a row has a `weight`.
+    `num_steps` counts these steps; a resumed run sets it without reading earlier rows. If any group has
+    several rows, each row has a `weight`.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class GlobalBatches:
         self.collate = collate
         self.order = order
         self.plan = plan
-        self.num_taken = 0
+        self.num_steps = 0
 
     @classmethod
     def by_rows(
@@ -239,9 +239,9 @@ class GlobalBatches:
 
     def __next__(self) -> list[Any]:
         """This rank's collated micro-batches of the next step, epoch after epoch."""
-        rows = self.order.rows_of(self.num_taken)
-        self.num_taken += 1
-        return [self.collate([self._read(row) for row in chosen]) for chosen in self.plan.cut(rows)]
+        rows = self.order.rows_of(self.num_steps)
+        self.num_steps += 1
+        return [self.collate([self._read(row) for row in part]) for part in self.plan.cut(rows)]
 
     def _read(self, row: int) -> Any:
         item = self.dataset[row]
@@ -255,29 +255,29 @@ def _ranges(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def keep_together(counts: np.ndarray, size: int) -> np.ndarray:
-    """Positions of the rows of groups, `counts` of each, in an order in which few groups cross a multiple of
-    `size`: the next group is the first that still fits, or else the beginning of the first one.
+    """Positions of the rows of groups of `counts` rows, in an order in which few groups cross a multiple of
+    `size`: the next group is the first that still fits, or else the first one, which is split.
     """
     if not (counts > 1).any():
         return np.arange(len(counts))
     firsts = np.cumsum(counts) - counts
     # First row of each waiting group, by the group's size; the next group is last.
     waiting = {n: array("q", firsts[counts == n][::-1].tobytes()) for n in np.unique(counts).tolist()}
-    begins = array("q")
-    takes = array("q")
+    starts = array("q")
+    lengths = array("q")
     num_rows = 0
     while waiting:
         room = size - num_rows % size
         fitting = [n for n in waiting if n <= room]
         n = min(fitting or waiting, key=lambda n: waiting[n][-1])
-        begins.append(waiting[n].pop())
-        takes.append(min(n, room))
-        num_rows += takes[-1]
+        starts.append(waiting[n].pop())
+        lengths.append(min(n, room))
+        num_rows += lengths[-1]
         if not waiting[n]:
             del waiting[n]
         if n > room:
-            waiting.setdefault(n - room, array("q")).append(begins[-1] + room)
-    return _ranges(np.frombuffer(begins, np.int64), np.frombuffer(takes, np.int64))
+            waiting.setdefault(n - room, array("q")).append(starts[-1] + room)
+    return _ranges(np.frombuffer(starts, np.int64), np.frombuffer(lengths, np.int64))
 
 
 def evaluation_batches(
@@ -290,7 +290,7 @@ def evaluation_batches(
     """Yield (batch, is_real): every row once over all ranks, the same number of batches on each.
 
     `is_real` (rows,) bool is False for rows that only fill up the last batches: they must not be counted.
-    `max_batches` per rank limits the work; 0 takes all rows.
+    `max_batches`: limit per rank; 0: none.
     """
     rank = distributed.rank()
     world_size = distributed.world_size()

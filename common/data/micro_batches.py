@@ -16,7 +16,7 @@ from common.ranks import distributed
 # Fixed cost of a pass (launches, hooks) in tokens: this much padding is cheaper than another pass. On a CPU,
 # bench_train.py measures similar rates for 64 to 256; 16 and 512 are slower.
 OVERHEAD_TOKENS = 64
-# Larger passes take more memory and are no faster on a CPU (bench_train.py: similar rates for 1,024 to
+# Larger passes need more memory and are no faster on a CPU (bench_train.py: similar rates for 1,024 to
 # 16,384 tokens).
 CPU_PASS_TOKENS = 2048
 
@@ -34,7 +34,7 @@ class TokenPlan:
     groups: np.ndarray | Sequence[int] = ()
 
     def check_longest(self) -> None:
-        """Raise ValueError if a row alone is above `max_tokens`."""
+        """Raise ValueError if a single row exceeds `max_tokens`."""
         longest = self.row_lengths[self.row_lengths.max(axis=1).argmax()]
         plan_micro_batches([longest.tolist()], max_tokens=self.max_tokens, is_packed=self.is_packed)
 
@@ -67,14 +67,14 @@ def plan_micro_batches(
 
     A micro-batch costs the sum of its lengths if `is_packed`, else its number of sequences x the longest;
     none costs more than `max_tokens`. Packed items of a group can share tokens: `shared` has each item's
-    group and their number; a group stays together, its items adjacent, as far as the cap and the ranks allow.
-    Packed micro-batches are as few as first-fit decreasing makes them, then balanced; padded ones have items
+    group and number of shared tokens; a group stays together, its items adjacent, as far as the cap and the
+    ranks allow. Packed micro-batches are built by first-fit decreasing, then balanced; padded ones have items
     of adjacent lengths with at most OVERHEAD_TOKENS of padding. (Cuts by dynamic programming are at most 1.4
     % faster, and no faster on average over chat, pair and rollout lengths.) The j-th micro-batches of the
     ranks have similar costs, because ranks wait for one another. The most expensive come first, so that
     running out of memory shows in the first pass.
 
-    Raises ValueError if a single item is above `max_tokens`, or there are fewer items than the ranks need.
+    Raises ValueError if a single item exceeds `max_tokens`, or there are fewer items than the ranks need.
     """
     shared = shared if is_packed and shared else [(item, 0) for item in range(len(item_lengths))]
 
@@ -82,15 +82,15 @@ def plan_micro_batches(
         lengths = [length for item in items for length in item_lengths[item]]
         if not is_packed:
             return len(lengths) * max(lengths, default=0)
-        of_items = [shared[item] for item in items]
-        return sum(lengths) - sum(count for _, count in of_items) + sum(dict(of_items).values())
+        shares = [shared[item] for item in items]
+        return sum(lengths) - sum(count for _, count in shares) + sum(dict(shares).values())
 
     costs = [cost([item]) for item in range(len(item_lengths))]
     _check(item_lengths, costs, num_ranks, max_tokens, is_packed)
     if is_packed:
         parts = _cut_groups(shared, cost, max_tokens)
         bins = _fill([cost(part) for part in parts], max_tokens, num_ranks)
-        micro_batches = [[item for part in some for item in parts[part]] for some in bins]
+        micro_batches = [[item for i in bin_parts for item in parts[i]] for bin_parts in bins]
         for items in micro_batches:
             items.sort(key=lambda item: (shared[item][0], item))
     else:
@@ -130,7 +130,7 @@ def _cut_groups(
 
 
 def _cut_by_length(item_lengths: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """Cut the items, longest first, when the cap or OVERHEAD_TOKENS of padding are reached."""
+    """Items, longest first, cut before the cap or OVERHEAD_TOKENS of padding would be exceeded."""
     longest_of = [max(lengths, default=0) for lengths in item_lengths]
     micro_batches: list[list[int]] = []
     width = num_sequences = padding = 0
@@ -191,7 +191,7 @@ def _split_to_a_multiple(
         costs = [(cost(items), i) for i, items in enumerate(parts) if len(items) > 1]
         if not costs:
             raise ValueError(
-                f"{len(parts)} items do not divide over {num_ranks} ranks: give a multiple of {num_ranks}"
+                f"{len(parts)} items cannot be divided among {num_ranks} ranks: use a multiple of {num_ranks}"
             )
         items = parts.pop(max(costs)[1])
         parts += [items[: len(items) // 2], items[len(items) // 2 :]]
@@ -211,7 +211,7 @@ def _deal(
 
 
 def indexes_by_number(numbers: Iterable[int]) -> list[list[int]]:
-    """Indexes of each number, in the order of their first ones."""
+    """Indexes of each distinct number, ordered by its first occurrence."""
     indexes: dict[int, list[int]] = {}
     for index, number in enumerate(numbers):
         indexes.setdefault(number, []).append(index)

@@ -2,7 +2,7 @@
 torch only.
 
 The layout of flash_attn_varlen_func with several keys: the one batch type from collators to models. Layouts
-are computed on the CPU from lengths that stay there, so nothing waits for a GPU to learn a length.
+are computed from lengths that stay on the CPU, so nothing waits for a GPU to read a length.
 
 # B items (a row, a pair, a response), T tokens of the longest sequence, total tokens of all
 """
@@ -18,9 +18,9 @@ Rows = Sequence[dict[str, Any]]
 ROW_IDS = "row_ids"  # key of the texts that name each item's source row
 
 
-@dataclass(frozen=True, eq=False)  # a generated __eq__ would raise: it takes the truth value of tensors
+@dataclass(frozen=True, eq=False)  # a generated __eq__ would use the truth value of tensors, and raise
 class PackedBatch:
-    """B items, each with one sequence of every key; a number is a sequence of length 1.
+    """B items, each with one sequence per key; a number is a sequence of length 1.
 
     `lengths` stay on the CPU wherever the data are. Results of methods may share memory with the batch.
     """
@@ -36,8 +36,8 @@ class PackedBatch:
         Asserts that every list has one sequence per item, and that a key's sequences have the same dtype,
         device and trailing shape: torch.cat would promote dtypes silently.
         """
-        data = {key: _join(key, of_items) for key, of_items in sequences.items()}
-        lengths = {key: torch.tensor([len(x) for x in of_items]) for key, of_items in sequences.items()}
+        data = {key: _join(key, items) for key, items in sequences.items()}
+        lengths = {key: torch.tensor([len(x) for x in items]) for key, items in sequences.items()}
         batch = cls(tuple(ids), data, lengths)
         batch.check()
         return batch
@@ -67,9 +67,9 @@ class PackedBatch:
         """
         index = torch.as_tensor(indexes, dtype=torch.int64, device="cpu")
         data, lengths = {}, {}
-        for key, of_items in self.lengths.items():
-            starts = of_items.cumsum(0) - of_items
-            lengths[key] = of_items[index]
+        for key, key_lengths in self.lengths.items():
+            starts = key_lengths.cumsum(0) - key_lengths
+            lengths[key] = key_lengths[index]
             positions = token_positions(lengths[key], starts[index])
             data[key] = self.data[key].index_select(0, *to_device([positions], self.data[key].device))
         batch = PackedBatch(tuple(self.ids[i] for i in index.tolist()), data, lengths)
@@ -81,11 +81,11 @@ class PackedBatch:
 
         With a prompt's key and a response's, each prompt is followed by its response.
         """
-        of_keys = torch.stack([self._lengths(key) for key in keys])  # (K, B)
-        starts = (of_keys.flatten().cumsum(0) - of_keys.flatten()).view(of_keys.shape)
+        key_lengths = torch.stack([self._lengths(key) for key in keys])  # (K, B)
+        starts = (key_lengths.flatten().cumsum(0) - key_lengths.flatten()).view(key_lengths.shape)
         data = torch.cat([self.data[key] for key in keys])
-        positions = token_positions(of_keys.T.flatten(), starts.T.flatten())
-        return data.index_select(0, *to_device([positions], data.device)), of_keys.T
+        positions = token_positions(key_lengths.T.flatten(), starts.T.flatten())
+        return data.index_select(0, *to_device([positions], data.device)), key_lengths.T
 
     def pad(self, key: str, *, on_left: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Sequences of a key as (B, T, ...), padded with 0, and the mask (B, T) bool, True for real
@@ -170,7 +170,7 @@ def to_device(tensors: Sequence[torch.Tensor], device: torch.device | str) -> li
 
 
 def token_positions(lengths: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
-    """0, 1, 2, ... within each sequence, or from its start on: (total,) int64, all on the CPU.
+    """0, 1, 2, ... within each sequence, or counted from its entry in `starts`: (total,) int64, on the CPU.
 
     lengths, starts (S,) int64.
     """
@@ -201,8 +201,8 @@ def pad_sequences(
 
 
 def sum_by_sequence(x: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Sums (S,) over each of S sequences laid end to end of x (n,), which has a number per token that `mask`
-    (total,) bool selects; mask and lengths (S,) int64 on the CPU.
+    """Sums (S,) of x (n,) over each of S sequences laid end to end; x has one number per token selected by
+    `mask` (total,) bool; mask and lengths (S,) int64 on the CPU.
     """
     sequence = torch.arange(len(lengths)).repeat_interleave(lengths)[mask]  # (n,)
     return x.new_zeros(len(lengths)).index_add(0, *to_device([sequence], x.device), x)
@@ -253,8 +253,8 @@ def collate_texts(rows: Rows) -> PackedBatch:
 
 
 def collate_pairs(rows: Rows) -> PackedBatch:
-    """Batch of step 2's rows, one item per pair: of a chosen and a rejected answer, or for --loss kto of a
-    rated answer and one to another prompt.
+    """Batch of step 2's rows, one item per pair: a chosen and a rejected response, or for --loss kto a rated
+    response and one to another prompt.
 
     chosen_ids, rejected_ids int64; numbers chosen_response_start, rejected_response_start int64 (a response
     is [response_start, length): its end is never searched for) and margin fp32; `reference_logprobs` (2,)
@@ -293,12 +293,12 @@ def prompt_texts(prompts: PackedBatch) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _unique_ids(rows: Rows) -> tuple[tuple[int, str], ...]:
-    """(index in the batch, row id) of each row: two sources may use the same ids."""
+    """(index in the batch, row id) of each row, since two sources may use the same row ids."""
     return tuple((index, row["row_id"]) for index, row in enumerate(rows))
 
 
 def _join(key: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The tensors of a key end to end; all must be of one kind."""
     kinds = {(tensor.dtype, tensor.shape[1:], tensor.device) for tensor in tensors}
-    assert len(kinds) == 1, f"key {key!r}: one kind of sequences is needed, not {kinds}"
+    assert len(kinds) == 1, f"key {key!r}: sequences must be of one kind, not {kinds}"
     return torch.cat(list(tensors))

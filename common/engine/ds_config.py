@@ -1,4 +1,4 @@
-"""Flags -> DeepSpeed configuration dictionaries, for trained and for frozen models, and engines from them.
+"""DeepSpeed configurations of trained and frozen models, from flags; and engines built from them.
 
 Stage-3 persistence and prefetch have DeepSpeed-Chat's values. stage3_max_live_parameters is DeepSpeed's
 default of 1e9, not DeepSpeed-Chat's 3e7: one matrix of a 7B model has 4.5e7 parameters, and nothing is
@@ -21,13 +21,13 @@ from common.ranks.zero3 import is_sharded
 
 NO_DECAY_NAMES = ("bias", "norm", "ln_", "layernorm")
 MAX_BUCKET = 200_000_000  # elements; DeepSpeed requires an even number
-HYBRID_SECTION = "hybrid_engine"  # in --ds_config, with which DeepSpeed builds its own engine
+HYBRID_SECTION = "hybrid_engine"  # section of --ds_config for DeepSpeed's own hybrid engine
 
 
 def load_overrides(args: Any) -> dict[str, Any]:
     """Contents of --ds_config; {} without it.
 
-    Raises ValueError if the file does not hold a JSON object, has a section that flags replace, or offloads
+    Raises ValueError if the file is not a JSON object, has a section that flags replace, or offloads
     to a disk.
     """
     try:
@@ -38,7 +38,7 @@ def load_overrides(args: Any) -> dict[str, Any]:
         raise ValueError(f"--ds_config {args.ds_config}: expected a JSON object")
     if HYBRID_SECTION in overrides:
         raise ValueError(
-            f"--ds_config {args.ds_config}: the section {HYBRID_SECTION} is not used; leave it out, and give "
+            f"--ds_config {args.ds_config}: the section {HYBRID_SECTION} is not used; remove it, and use "
             "--enable_hybrid_engine, --inference_tp_size, --tp_gather_partition_size, "
             "--release_inference_cache or --unpin_actor_parameters of step 3 in place of its keys"
         )
@@ -53,7 +53,7 @@ def load_overrides(args: Any) -> dict[str, Any]:
 
 
 def effective_zero_stage(zero_stage: int, dtype: str) -> int:
-    """The ZeRO stage that is used: at least 1 in bf16 and fp16.
+    """ZeRO stage in effect: at least 1 in bf16 and fp16.
 
     Under stage 0 bf16 would keep no fp32 master weights, and fp16 would use another optimizer of DeepSpeed
     without a benefit.
@@ -108,7 +108,7 @@ def build_config(
         "gradient_clipping": 1.0,
         "prescale_gradients": False,
         "wall_clock_breakdown": False,
-        "timers": {"throughput": {"enabled": False}},  # waits for the device in every pass
+        "timers": {"throughput": {"enabled": False}},  # it would wait for the device in every pass
         # torch's AdamW is used everywhere: DeepSpeed's CPU Adam is compiled at first use, and its lock file
         # remains after a kill.
         "zero_force_ds_cpu_optimizer": False,
@@ -127,7 +127,7 @@ def with_buckets(ds_config: dict[str, Any], num_trained: int, num_ranks: int) ->
     """The configuration with bucket sizes that fit the trained parameters; --ds_config may set its own.
 
     DeepSpeed allocates a tensor of the bucket size for any model, by default 5e8 elements. If gradients fill
-    several buckets, stages 1 and 2 reduce them during the backward pass, which takes a second bucket.
+    several buckets, stages 1 and 2 reduce them during the backward pass, which needs a second bucket.
     """
     section = ds_config["zero_optimization"]
     if section["stage"] == 0:
@@ -144,7 +144,7 @@ def config_of(
 ) -> dict[str, Any]:
     """Configuration of one of a program's models from its flags, with --ds_config merged over it.
 
-    `micro_batch_size` is the rows per rank.
+    `micro_batch_size`: rows per rank.
     """
     flags = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
@@ -190,9 +190,9 @@ def build_optimizer(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             is_vector = any(word in name.lower() for word in NO_DECAY_NAMES)
-            is_muons = is_muon and not is_vector and is_hidden_matrix(name, parameter)
+            uses_muon = is_muon and not is_vector and is_hidden_matrix(name, parameter)
             group = "lora" if "lora_" in name else "no_decay" if is_vector else "decay"
-            groups["muon" if is_muons else group]["params"].append(parameter)
+            groups["muon" if uses_muon else group]["params"].append(parameter)
     used = [group for group in groups.values() if group["params"]]
     kind = Muon if is_muon else torch.optim.AdamW
     return kind(used, lr=learning_rate, betas=(0.9, 0.95), fused=True)

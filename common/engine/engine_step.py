@@ -9,7 +9,7 @@ import torch
 
 from common.ranks import distributed
 from common.ranks.deepspeed_internals import combined_norm, gradient_norms, known_norms
-from common.ranks.failures import StepRefused
+from common.ranks.failures import StepSkipped
 from common.ranks.step_costs import COSTS
 
 GRAD_NORM = "the gradient's norm"
@@ -64,16 +64,16 @@ def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
 
     A loss is a mean over the global batch: the item count is summed over ranks and micro-batches first, then
     each backward pass adds its share. DeepSpeed averages gradients over ranks, hence the factor `world_size`.
-    Every rank must call this with the same number of micro-batches, and `take_steps` or `skip_step` before
-    the engine's next pass with gradients. The host waits for the device once, after the last pass. Raises
-    StepRefused, on every rank and before any pass, if a term has no item.
+    Every rank must call this with the same number of micro-batches, and then `take_steps` or `skip_step`
+    before the engine's next pass with gradients. The host waits for the device once, after the last pass.
+    Raises StepSkipped, on every rank and before any pass, if a term has no item.
     """
     engine.train()
     world_size = distributed.world_size()
     counts = [sum(float(term.count_items(m)) for m in term.micro_batches) for term in terms]
     totals = distributed.reduce_sum(torch.tensor(counts, dtype=torch.float64)).tolist()
     if not all(totals):
-        raise StepRefused(
+        raise StepSkipped(
             "no token of this step's rows is trained on; inspect them with tools.check_data",
             [micro_batch for term in terms for micro_batch in term.micro_batches],
         )
@@ -119,9 +119,9 @@ def take_steps(gradients: Sequence[Gradients], reason_to_skip: str = "") -> list
 
     A nonempty `reason_to_skip`, the same on every rank, skips them all. Metrics are the losses by name, the
     statistics, `grad_norm`, and the `learning_rate` and `lora_learning_rate` of the step if there are such
-    parameters. Every rank must call this. Raises StepRefused, on every rank, for that reason, or a loss or
-    gradient that is not finite: weights, optimizers and schedules are then unchanged, and training can
-    continue.
+    parameters. Every rank must call this. Raises StepSkipped, on every rank, for that reason or for a
+    loss or gradient that is not finite: weights, optimizers and schedules are then unchanged, and training
+    can continue.
     """
     bad = {id(g): g.find_bad() for g in gradients}
     if reason_to_skip or any(bad.values()):
@@ -129,7 +129,7 @@ def take_steps(gradients: Sequence[Gradients], reason_to_skip: str = "") -> list
             skip_step(g.engine)
         skipped = [g for g in gradients if reason_to_skip or bad[id(g)]]
         names = ", ".join(name for g in skipped for name in bad[id(g)])
-        raise StepRefused(
+        raise StepSkipped(
             reason_to_skip
             or f"not finite: {names}. If this repeats, lower the learning rate, or use --dtype bf16 or "
             "fp32 in place of fp16",
@@ -161,7 +161,7 @@ def skip_step(engine: Any) -> None:
         with known_norms(engine, [torch.tensor(math.inf)]):
             engine.step()
     finally:
-        # A non-finite loss gives no information on the scale of gradients, so the loss scale is kept.
+        # A non-finite loss says nothing about the scale of gradients, so the loss scale is kept.
         scaler.clear()
         scaler.update(scaler_before)
     assert zero.overflow, "DeepSpeed made a step that had to be skipped"

@@ -1,6 +1,6 @@
 """A decoding step for all running sequences: their state, sampling, and the forward pass.
 
-On a GPU a pass is a captured CUDA graph: a small model is limited by launching its kernels one by one.
+On a GPU a pass is a captured CUDA graph, since launching kernels one by one would limit a small model.
 
 # S slots, R maximum response tokens, n rows of a pass, L positions that attention reads, V vocabulary
 """
@@ -22,9 +22,8 @@ from common.ranks.failures import first_line, is_out_of_memory, say
 
 POSITIONS_PER_BUCKET = 128
 WINDOWED = {"sliding_attention", "chunked_attention"}  # layer types that attend to part of the context
-_MAX_CACHED_SAMPLINGS = (
-    4  # sampling options with cached graphs; bounded, since a caller may use any temperature
-)
+# Sampling options with cached graphs; bounded, since a caller may use any temperature.
+_MAX_CACHED_SAMPLINGS = 4
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ class DecodeState:
         self.is_live[slot], self.is_stopped[slot] = True, False
 
     def sample(self, slots: slice, logits: torch.Tensor, options: SamplingOptions) -> None:
-        """Sample the next token of the sequences in `slots` from logits (n, V), or take the given token with
+        """Sample the next token of the sequences in `slots` from logits (n, V), or use the given token with
         log-probability 0. Finished sequences do not change.
         """
         row = {name: tensor[slots] for name, tensor in vars(self).items()}
@@ -123,7 +122,7 @@ class DecodeState:
         is_given = given_ids >= 0
         token_ids = torch.where(is_given, given_ids, token_ids)
         logprobs, log_kept = (x.masked_fill(is_given, 0.0) for x in (logprobs, log_kept))
-        # A finished sequence writes to the column after its last token, which is never read.
+        # A finished sequence writes to the column after its last token, which is never used.
         row["response_ids"].scatter_(1, columns, token_ids.unsqueeze(1))
         row["logprobs"].scatter_(1, columns, logprobs.unsqueeze(1))
         row["log_kept"].scatter_(1, columns, log_kept.unsqueeze(1))
@@ -139,7 +138,7 @@ class DecodeGraphs:
     """CUDA graphs by (rows, positions, sampling options), valid while the weights keep their addresses.
 
     `group`: the ranks of a tensor-parallel model, None for a single rank. They drop their graphs together:
-    capturing runs a warm-up pass, whose collectives a rank that has the graph would not join.
+    a rank that still has a graph would not join the collectives of the warm-up pass before a capture.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -249,13 +248,13 @@ class DecodeStep:
         if self._graphs:
             self._graphs.begin(options)
 
-    def read_prompts(
+    def prefill(
         self, ids: torch.Tensor, mask: torch.Tensor, slots: torch.Tensor, has_padding: bool
     ) -> torch.Tensor:
         """Logits (m, V) after prompts (m, T), left-padded, whose keys and values are stored in `slots`.
 
-        mask (m, T) bool, True for real tokens; all are real if not `has_padding`. The caller passes it, since
-        reading the mask would synchronize with the GPU.
+        mask (m, T) bool, True for real tokens; all are real if not `has_padding`, an argument because reading
+        the mask would synchronize with the GPU.
         """
         self.cache.begin_prefill(slots, mask if has_padding else None)
         inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": self.cache, "use_cache": True}
@@ -305,7 +304,7 @@ class DecodeStep:
         state.sample(slots, logits, self.options)
 
     def _build_mask(self, positions: torch.Tensor, upto: int) -> Any:
-        """Mask of each row over the first `upto` positions, in the form that the model takes."""
+        """Mask of each row over the first `upto` positions, in the form that the model expects."""
         keys = self._positions[:upto]
         is_visible = keys <= positions.unsqueeze(1)  # (n, L)
         if self._has_alibi:
@@ -325,20 +324,20 @@ class DecodeStep:
 
 
 def _check_own_window(config: Any, max_length: int) -> None:
-    """Raise ValueError if `max_length` exceeds the length from which a family's layers depend on a key's
-    index (GPT-Neo's windows) or on the cache's length (Llama 4's temperatures): slots change both.
+    """Raise ValueError if `max_length` exceeds the length up to which a family's layers do not depend on a
+    key's index (GPT-Neo's windows) or on the cache's length (Llama 4's temperatures): slots change both.
     """
     layers = ""
     limit = max_length
     if config.model_type == "gpt_neo" and "local" in config.attention_layers:
-        layers = "local layers see"
+        layers = "local layers"
         limit = config.window_size
     elif getattr(config, "attn_temperature_tuning", False):
-        layers = "layers without rotary positions are unscaled for"
+        layers = "layers without rotary positions"
         limit = config.floor_scale - 1
     if max_length > limit:
         raise ValueError(
-            f"{config.model_type}'s {layers} {limit} tokens by their own count, but sequences may have "
+            f"{config.model_type}'s {layers} are exact up to {limit} tokens, but sequences may have "
             f"{max_length}: keep prompt and response within {limit}, or leave out --enable_hybrid_engine"
         )
 

@@ -3,7 +3,7 @@
 The text of a sample depends only on (seed, sample id, prompt) and the weights: not on slots, order, batch or
 ranks.
 
-# B prompts, N samples of each, P prompt, R response, S slots, n live rows, V vocabulary
+# B prompts, N samples per prompt, P prompt tokens, R response tokens, S slots, m new rows, V vocabulary
 """
 
 from collections import deque
@@ -25,9 +25,9 @@ TokenCallback = Callable[[int, list[int]], bool]
 TurnCallback = Callable[[list[tuple[int, list[int]]]], list[list[int] | None]]
 
 DEFAULT_SLOTS = 128
-PREFILL_TOKENS = 4096  # prompt tokens per prefill pass: more would only take memory
-# A pass over a few tokens costs about as much as this many additional tokens, by device: less padding is
-# cheaper than another pass. The value for a GPU is an estimate, not measured.
+PREFILL_TOKENS = 4096  # prompt tokens per prefill pass: more would only use memory
+# Cost of an additional pass in tokens, by device: less padding than this is cheaper than another pass. The
+# value for a GPU is an estimate, not measured.
 _PADDING_WORTH_A_PASS = {"cpu": 32, "cuda": 512}
 # Prompts wait until 1/8 of the slots are free: fewer and larger prefill passes; an empty slot costs little.
 _FREE_SHARE_BEFORE_REFILL = 1 / 8
@@ -59,13 +59,13 @@ class Generation(NamedTuple):
 
 
 class Generator:
-    """Generates with one model; keeps its key/value cache and captured graphs from call to call.
+    """Generates with one model; keeps its key/value cache and captured graphs between calls.
 
-    `model` holds whole weights, or one rank's part of them, and is in eval mode. A slot has room for
-    `max_length` tokens of prompt and response, or more if a call needs more. `agree_any`, for a model whose
-    forward pass needs all ranks (sharded weights), returns whether any rank still has work: ranks without
-    work run dummy passes so that the weights can be gathered; there are no CUDA graphs then, because they
-    cannot contain the gathers. `tp_group`: the ranks that hold the slices of a tensor-parallel model.
+    `model` is in eval mode, with whole weights or this rank's slices. A slot has room for `max_length` tokens
+    of prompt and response, or more if a call needs more. `agree_any` is for a model whose forward pass needs
+    all ranks (sharded weights): it returns whether any rank still has work. Ranks without work then run dummy
+    passes, so that the weights can be gathered, and CUDA graphs are off: they cannot contain the gathers.
+    `tp_group`: the ranks that hold the slices of a tensor-parallel model.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Generator:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether captured graphs are kept, which read the weights at fixed addresses."""
+        """Whether there are captured graphs, which read the weights at fixed addresses."""
         return self._graphs is not None and bool(self._graphs.graphs)
 
     def release(self) -> None:
@@ -106,8 +106,8 @@ class Generator:
 
         A response ends with its stop token; its length is counted, not found by search, so the stop token may
         be the pad token. `on_tokens` receives every token as soon as it is sampled, and may end a response.
-        `on_turns` may continue a response after the environment's reply, whose tokens are read one per pass,
-        in the same passes in which other slots sample; the limit applies to all turns together.
+        `on_turns` may continue a response after the environment's reply, whose tokens enter the cache one per
+        pass, while other slots sample; the limit applies to all turns together.
         """
         if batch.limits is None:
             batch = batch._replace(limits=torch.full_like(batch.sample_ids, options.max_new_tokens))
@@ -134,7 +134,7 @@ class Generator:
 
 
 class Admission(NamedTuple):
-    """Samples that enter the slots after the live ones in one batch."""
+    """One batch of samples that enter the slots after the live ones."""
 
     samples: list[int]
     prompts: list[int]  # prefilled in one pass, longest first
@@ -146,7 +146,7 @@ class SlotSchedule:
     """Assigns samples to slots. Sample i continues prompt i // num_samples.
 
     Live sequences fill the slots 0 .. n - 1 without gaps: when one leaves, the last moves into its slot.
-    Samples wait in the order of their prompts' lengths, so that prompts of one pass need little padding.
+    Samples wait in descending order of prompt length, so that the prompts of one pass need little padding.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class SlotSchedule:
         self.slots: list[int] = []  # sample of each live slot
 
     def should_admit(self) -> bool:
-        """Whether to read new prompts now, instead of adding a token to the live sequences."""
+        """Whether to prefill new prompts now, instead of adding a token to the live sequences."""
         num_free = self.num_slots - len(self.slots)
         if not self.waiting or not num_free:
             return False
@@ -175,11 +175,11 @@ class SlotSchedule:
         return not self.slots or num_free >= min(worthwhile, len(self.waiting))
 
     def has_waiting_sibling(self, prompt: int) -> bool:
-        """Whether more samples of a prompt wait; they are at the head of the queue."""
+        """Whether more samples of a prompt wait; they would be at the head of the queue."""
         return bool(self.waiting) and self.waiting[0] // self.num_samples == prompt
 
     def admit(self) -> Admission:
-        """Admit the samples that fit into the free slots and into one pass; at least one sample must wait."""
+        """Admit the samples that fit into the free slots and into one pass; at least one must be waiting."""
         admission = Admission([], [], [], [])
         slot_with = {sample // self.num_samples: slot for slot, sample in enumerate(self.slots)}
         padding, width = 0, 0
@@ -206,9 +206,9 @@ class SlotSchedule:
     def retire(self, finished: list[int]) -> list[tuple[int, int]]:
         """Empty these slots; return (from, to) of the sequences that must move to close the gaps."""
         num_left = len(self.slots) - len(finished)
-        gone = set(finished)
+        finished_slots = set(finished)
         holes = [slot for slot in finished if slot < num_left]
-        movers = [slot for slot in range(num_left, len(self.slots)) if slot not in gone]
+        movers = [slot for slot in range(num_left, len(self.slots)) if slot not in finished_slots]
         moves = list(zip(movers, holes, strict=True))
         for source, target in moves:
             self.slots[target] = self.slots[source]
@@ -254,14 +254,14 @@ class _DecodeLoop:
             finished = self._finished_slots()
             if self.on_turns and finished:
                 samples = {slot: self.schedule.slots[slot] for slot in finished}
-                going_on = take_turns(self.step.state, samples, self.on_turns)
-                finished = [slot for slot in finished if slot not in going_on]
+                continued = continue_turns(self.step.state, samples, self.on_turns)
+                finished = [slot for slot in finished if slot not in continued]
             if finished:
                 self._retire(finished)
         return collect_responses(self.results, self.step.options)
 
     def _admit(self, admission: Admission) -> None:
-        """Read the new prompts, copy them to their samples, sample every first token."""
+        """Prefill the new prompts, copy their cache to the other samples, and sample every first token."""
         new = admission.prompts
         schedule = self.schedule
         prompts = [sample // schedule.num_samples for sample in admission.samples]
@@ -275,7 +275,7 @@ class _DecodeLoop:
             has_padding = min(widths) < max(widths)
             ids = self.batch.prompt_ids[rows, -width:]
             mask = self.batch.prompt_mask[rows, -width:].bool()
-            logits = self.step.read_prompts(ids, mask, slots, has_padding)  # (m, V)
+            logits = self.step.prefill(ids, mask, slots, has_padding)  # (m, V)
             self.first_logits.update(zip(new, logits, strict=True))
         elif self.agree_any:
             self._run_dummy_pass()  # joins the other ranks' pass
@@ -309,7 +309,7 @@ class _DecodeLoop:
         self.step.model(input_ids=self.batch.prompt_ids[:1, -1:], use_cache=False)
 
     def _finished_slots(self) -> list[int]:
-        """Slots of sequences that have ended, also by the callback; synchronizes once with the device."""
+        """Slots of sequences that have ended, also through `on_tokens`; synchronizes once with the device."""
         state = self.step.state
         num_rows = len(self.lengths)
         if not self.on_tokens:
@@ -349,11 +349,11 @@ def _columns(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
     return [first for first, _ in pairs], [second for _, second in pairs]
 
 
-def take_turns(state: DecodeState, samples: dict[int, int], on_turns: TurnCallback) -> set[int]:
-    """Continue sequences whose turn ended with the stop token after the environment's replies; return their
-    slots.
+def continue_turns(state: DecodeState, samples: dict[int, int], on_turns: TurnCallback) -> set[int]:
+    """Append the environment's replies to sequences whose turn ended with the stop token; return the slots
+    that continue.
 
-    `samples`: the samples by slot. A sequence without room for its reply and one more token ends, as
+    `samples`: the samples by slot. A sequence without room for its reply and one more token ends as
     truncated.
     """
     seen = torch.stack((state.is_stopped.long(), state.num_sampled, state.limits), 1)[list(samples)].tolist()
@@ -363,17 +363,17 @@ def take_turns(state: DecodeState, samples: dict[int, int], on_turns: TurnCallba
         return set()
     responses = state.response_ids[list(ended)].tolist()
     counts = [count for count, _ in ended.values()]
-    answers = on_turns(
+    replies = on_turns(
         [(samples[s], ids[:count]) for s, ids, count in zip(ended, responses, counts, strict=True)]
     )
-    going_on = set()
-    for (slot, (count, limit)), said in zip(ended.items(), answers, strict=True):
-        if said is not None and count + len(said) < limit:
-            state.continue_with(slot, count, said)
-            going_on.add(slot)
-        elif said is not None:
+    continued = set()
+    for (slot, (count, limit)), reply in zip(ended.items(), replies, strict=True):
+        if reply is not None and count + len(reply) < limit:
+            state.continue_with(slot, count, reply)
+            continued.add(slot)
+        elif reply is not None:
             state.is_stopped[slot] = False
-    return going_on
+    return continued
 
 
 def collect_responses(state: DecodeState, options: SamplingOptions) -> Generation:

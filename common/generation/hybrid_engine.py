@@ -2,8 +2,8 @@
 
 ZeRO 0-2 with one rank per replica: the inference module holds the trained weights themselves; nothing is
 copied or sent. ZeRO 3, or `inference_tp_size` t > 1: each rank receives its slice of every weight, and frees
-it on leaving. LoRA: adapted weights are merged into new tensors; the trained ones are never modified. While
-captured graphs read the slices, their memory is kept and refilled by the next switch.
+it after generation; while captured graphs read the slices, their memory is kept and refilled by the next
+switch. LoRA: adapted weights are merged into new tensors; the trained ones are never modified.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from common.generation.generate import (
     PromptBatch,
     TurnCallback,
     collect_responses,
-    take_turns,
+    continue_turns,
 )
 from common.generation.inference_module import InferenceModule, cut_module
 from common.generation.resharding import Resharder, TPGroups, TPLayout
@@ -39,9 +39,10 @@ from common.ranks.zero3 import OptimizerStates, is_sharded, local_shard
 
 @dataclass(frozen=True)
 class HybridOptions:
-    """Generation options of the actor, with the names of step 3's flags. Without `enable_hybrid_engine`:
-    transformers' `generate` on gathered weights. `max_length`: capacity of a slot in tokens of prompt and
-    response; 0: as needed by a call.
+    """Generation options of the actor, named like step 3's flags.
+
+    Without `enable_hybrid_engine`: transformers' `generate` on gathered weights. `max_length`: capacity of a
+    slot in tokens of prompt and response; 0: as needed by a call.
     """
 
     enable_hybrid_engine: bool = True
@@ -63,7 +64,7 @@ class HybridOptions:
 
 
 class HybridEngine:
-    """A DeepSpeed engine that can also generate. Every rank must create and use it together."""
+    """A DeepSpeed engine that can also generate. All ranks must create and use it together."""
 
     def __init__(self, engine: Any, options: HybridOptions) -> None:
         self.engine, self.options = engine, options
@@ -123,10 +124,10 @@ class HybridEngine:
 
     @contextmanager
     def generation_mode(self) -> Iterator[nn.Module]:
-        """Context that yields the inference module in eval mode; on leaving, also by an exception, the
-        trainer is restored unchanged.
+        """Context that yields the inference module in eval mode; on exit, also by an exception, the state
+        for training is restored.
 
-        Every rank must enter it together; inside, only ranks of a tensor-parallel group must stay in step.
+        All ranks must enter it together; inside, only ranks of a tensor-parallel group must stay in step.
         """
         was_training = self.module.training
         if self.gather_by_layer:
@@ -153,19 +154,19 @@ class HybridEngine:
         cure = f"lower --tp_gather_partition_size {size}: fewer layers are then moved at a time"
         if size == 1:
             cure = (
-                f"raise --inference_tp_size {self.layout.tp_size}: each rank then holds less of the model; "
-                "or give --unpin_actor_parameters, which gathers one layer at a time"
+                f"raise --inference_tp_size {self.layout.tp_size}: each rank then has less of the model; "
+                "or use --unpin_actor_parameters, which gathers one layer at a time"
             )
         with named_out_of_memory(cure), torch.no_grad():
             for name, weight in self._resharder.load():
                 merged = self._merge(name, weight)
                 trained = local_shard(self._weights[name].parameter)
-                is_trainers = merged.untyped_storage().data_ptr() == trained.untyped_storage().data_ptr()
-                self._inference.attach(name, merged, is_trainers=is_trainers)
+                is_shared = merged.untyped_storage().data_ptr() == trained.untyped_storage().data_ptr()
+                self._inference.attach(name, merged, is_shared=is_shared)
         self.received_bytes = self._resharder.received_bytes
 
     def _merge(self, name: str, weight: TrainedWeight) -> torch.Tensor:
-        """The weight merged with its adapter, if it has one, as a new tensor: this rank's slice."""
+        """This rank's slice of the weight; merged with its adapter, if any, into a new tensor."""
         cut = self._cuts.get(name)
         tp_rank = self.layout.tp_rank
 
@@ -175,7 +176,7 @@ class HybridEngine:
         return weight.merged(take)
 
     def release(self) -> None:
-        """Free the memory kept for the next time: keys, values, graphs and slices."""
+        """Free the memory kept between generations: keys, values, graphs and slices."""
         self.generator.release()
         if not self.gather_by_layer:
             self._inference.detach()
@@ -202,17 +203,17 @@ class HybridEngine:
                 on_turns = self._shared(on_turns, range(first, first + num_responses))
         on_device = (tensor.to(distributed.device()) for tensor in batch[:3])
         num_slots = self.options.generation_slots or DEFAULT_SLOTS
-        with named_out_of_memory(f"lower --generation_slots {num_slots}, the sequences that run at a time"):
+        with named_out_of_memory(f"lower --generation_slots {num_slots}, the number of sequences at a time"):
             generation = self.generator.generate(PromptBatch(*on_device), options, on_turns=on_turns)
         return Generation(*(tensor[first : first + num_responses] for tensor in generation))
 
     def _shared(self, on_turns: TurnCallback, own: range) -> TurnCallback:
-        """The callback of the whole replica: each of its ranks is called for its own samples."""
+        """A callback for the whole replica: each of its ranks calls `on_turns` for its own samples."""
 
         def call_all_ranks(ended: list[tuple[int, list[int]]]) -> list[list[int] | None]:
             own_turns = [(sample, ids) for sample, ids in ended if sample in own]
-            answers = on_turns([(sample - own.start, ids) for sample, ids in own_turns])
-            replies = dict(zip([sample for sample, _ in own_turns], answers, strict=True))
+            own_replies = on_turns([(sample - own.start, ids) for sample, ids in own_turns])
+            replies = dict(zip([sample for sample, _ in own_turns], own_replies, strict=True))
             for rank_replies in distributed.gather_objects(replies, self.groups.tp_group):
                 replies |= rank_replies or {}  # None: a rank of another replica
             return [replies[sample] for sample, _ in ended]
@@ -227,7 +228,7 @@ class HybridEngine:
 class TransformersGenerator:
     """Generates with transformers' own `generate` and our sampler: the baseline for comparisons.
 
-    It samples the same texts as `Generator`; it holds whole weights, pads every prompt to the longest and
+    It samples the same texts as `Generator`, but needs whole weights, pads every prompt to the longest and
     decodes until the last response of the batch has ended.
     """
 
@@ -261,7 +262,7 @@ class TransformersGenerator:
         def have_ended(input_ids: torch.Tensor, scores: torch.Tensor, **more: Any) -> torch.Tensor:
             ended = running - set(state.is_live.nonzero()[:, 0].tolist())
             if on_turns and ended:
-                ended -= take_turns(state, {row: row for row in sorted(ended)}, on_turns)
+                ended -= continue_turns(state, {row: row for row in sorted(ended)}, on_turns)
             running.difference_update(ended)
             return ~state.is_live
 

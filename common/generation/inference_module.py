@@ -56,11 +56,11 @@ class InferenceModule:
         self._owners = {name: owners[id(p)] for name, p in self.module.named_parameters()}
         self._slices: dict[str, torch.Tensor] = {}  # weights outside the trainer's memory
 
-    def attach(self, name: str, weight: torch.Tensor, *, is_trainers: bool = True) -> None:
-        """Make a tensor the weight of this name and of those tied to it. `is_trainers`: it is in the
-        trainer's memory; if not, and a slice of this name was kept, it is copied into that slice.
+    def attach(self, name: str, weight: torch.Tensor, *, is_shared: bool = True) -> None:
+        """Make a tensor the weight of this name and of those tied to it. `is_shared`: its memory is the
+        trainer's; if not, and a slice of this name was kept, it is copied into that slice.
         """
-        if not is_trainers:
+        if not is_shared:
             kept = self._slices.setdefault(name, weight)
             weight = kept if kept is weight else kept.copy_(weight)
         parameter = nn.Parameter(weight, requires_grad=False)

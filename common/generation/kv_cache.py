@@ -2,8 +2,8 @@
 
 transformers' own modules run unmodified over it: each row writes at its own position, and attention reads the
 first `upto` positions of the first slots, which the live sequences fill without gaps. If the model was loaded
-with flash-attn, its key/value-cache kernel is the attention of the decode pass: it reads only the used part
-of each slot, needs no mask and does not repeat grouped heads. Prompt passes use torch's attention.
+with flash-attn, decode passes use its key/value-cache kernel, which reads only the used part of each slot,
+needs no mask and does not repeat grouped heads. Prompt passes use torch's attention.
 
 # S slots, L positions of a slot, n rows of a pass, H query heads or key/value heads, D their width
 """
@@ -49,7 +49,7 @@ class SlotCache(Cache):
         self._sources = None
         self._positions = None
         self._upto = 0
-        if is_real is not None:  # shift rows to the left; positions after a prompt are never read
+        if is_real is not None:  # shift rows left; positions after a prompt are masked until overwritten
             num_rows, width = is_real.shape
             positions = torch.arange(width, device=slots.device)
             columns = positions + (width - is_real.sum(1, keepdim=True))
@@ -87,7 +87,7 @@ class SlotCache(Cache):
     def _make_block(self, states: torch.Tensor) -> torch.Tensor:
         """A block of zeros: unwritten positions are masked, but 0 x NaN would not be 0."""
         _, num_heads, _, width = states.shape
-        if states.device.type == "cpu":  # keys of a head contiguous: one sequential read
+        if states.device.type == "cpu":  # contiguous keys of a head: one sequential read
             return states.new_zeros(self.num_slots, num_heads, self.max_length, width)
         # flash-attn's kernel needs the heads of a position contiguous
         return states.new_zeros(self.num_slots, self.max_length, num_heads, width).transpose(1, 2)
@@ -123,7 +123,7 @@ def kv_bytes_per_token(config: Any, bytes_per_number: int, tp_size: int = 1) -> 
 
 
 def choose_attention(source: PreTrainedModel) -> str:
-    """Attention for generation with a module like `source`, by the one that it was loaded with."""
+    """Name of the attention for generation with a copy of `source`, given the one that it was loaded with."""
     chosen = attention_of(source)
     if chosen == FLASH_ATTENTION and takes_own_kernels(type(source), source.config):
         return SLOT_ATTENTION

@@ -1,7 +1,7 @@
 """Tensor-parallel plans for generation, by model family.
 
 A plan says for each Linear of a block whether its outputs (Column) or its inputs (Row) are cut: a Column's
-outputs feed a Row's inputs on the same rank, and one sum over the ranks after the Row makes the result whole.
+outputs feed a Row's inputs on the same rank, and one sum over the ranks after the Row completes the result.
 `build_cuts` turns the plan into index ranges of every parameter; `cut_module` of inference_module.py applies
 them.
 """
@@ -20,7 +20,7 @@ HEADS, KEY_VALUE_HEADS = "attention heads", "key/value heads"
 
 
 class NoPlan(ValueError):
-    """There is no plan for this family's weights; the message adds flag and cure to the reason."""
+    """There is no plan for this family's weights; the message names the reason, the flag and the cure."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(
@@ -36,22 +36,22 @@ class Cut:
     ranges: tuple[tuple[tuple[int, int], ...], ...]  # [tp_rank] -> (start, stop) along dim, in order
 
     def take(self, tensor: torch.Tensor, tp_rank: int) -> torch.Tensor:
-        """A rank's part of the whole `tensor`: a view if it is contiguous, else a new tensor."""
+        """A rank's part of the whole `tensor`: a view if the part is one range, else a new tensor."""
         slices = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges[tp_rank]]
         return slices[0] if len(slices) == 1 else torch.cat(slices, dim=self.dim)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the sliced dimension, of `size`, whose units of length `unit` are never split.
+    """A part of the cut dimension with `size` indexes, whose units of `unit` indexes are never split.
 
-    The units are distributed evenly in order. With `may_repeat`, several ranks share each of fewer units than
-    ranks: rank j of t holds unit j * units // t, the key/value heads of its query heads.
+    The units are distributed evenly in order. With `may_repeat` there may be fewer units than ranks, each on
+    several ranks: rank j of t has unit j * units // t, such as the key/value head of its query heads.
     """
 
     size: int
     unit: int = 1
-    holds: str = "neurons"  # name of the units in messages
+    unit_name: str = "neurons"  # plural, for messages
     may_repeat: bool = False
 
     @property
@@ -96,7 +96,7 @@ PLANS: dict[str, PlanMaker] = {}
 def register_tp_plan(family: str) -> Callable[[PlanMaker], PlanMaker]:
     """Register the decorated function (config -> Plan) for a family, by its config.model_type.
 
-    It precedes transformers' plan of the family, and may raise NoPlan for a config.
+    It takes precedence over transformers' plan, and may raise NoPlan for a config.
     """
 
     def register(make_plan: PlanMaker) -> PlanMaker:
@@ -121,7 +121,7 @@ def build_cuts(model: nn.Module, tp_size: int) -> dict[str, Cut]:
                 sizes = ", ".join(map(str, working_tp_sizes(model)))
                 verb = "neither divides nor is a multiple of" if part.may_repeat else "does not divide"
                 raise ValueError(
-                    f"--inference_tp_size {tp_size} {verb} the {part.count} {part.holds} of {name}; "
+                    f"--inference_tp_size {tp_size} {verb} the {part.count} {part.unit_name} of {name}; "
                     f"sizes that work for this model: {sizes}"
                 )
         ranges = tuple(join_ranges(parts, rank, tp_size) for rank in range(tp_size))
@@ -143,8 +143,8 @@ def working_tp_sizes(model: nn.Module) -> list[int]:
         parts = [part for planned in planned_linears(model).values() for part in planned.parts]
     except NoPlan:
         return [1]
-    most = min((part.count for part in parts if not part.may_repeat), default=1)
-    return [size for size in range(1, most + 1) if all(part.fits(size) for part in parts)]
+    max_size = min((part.count for part in parts if not part.may_repeat), default=1)
+    return [size for size in range(1, max_size + 1) if all(part.fits(size) for part in parts)]
 
 
 def join_ranges(parts: Parts, tp_rank: int, tp_size: int) -> tuple[tuple[int, int], ...]:
@@ -198,7 +198,7 @@ def planned_linears(model: nn.Module) -> dict[str, Planned]:
 
 
 def check_attention_is_covered(model: nn.Module, planned: dict[str, Planned]) -> None:
-    """Raise NoPlan if an attention has per-head weights that the plan leaves out."""
+    """Raise NoPlan if an attention module has per-head weights that the plan leaves out."""
     _, _, head_dim = head_counts(model.config)
     for attention in {name.rpartition(".")[0] for name, p in planned.items() if p.style.parts}:
         for name, parameter in model.get_submodule(attention).named_parameters():
@@ -257,12 +257,14 @@ def all_heads(config: Any, per_head: int = 1) -> Parts:
 def interleaved_heads(config: Any) -> Parts:
     """One part of a fused projection whose query, key and value are interleaved head by head."""
     if config.model_type == "bloom" and config.slow_but_exact and config.pretraining_tp > 1:
-        raise NoPlan("a BLOOM whose config says slow_but_exact multiplies slices of its whole weights")
+        raise NoPlan("BLOOM with slow_but_exact in its config computes with slices of its whole weights")
     return all_heads(config, per_head=3)
 
 
 def falcon_heads(config: Any) -> Parts:
-    """Groups of heads with their key and value (40B), one key and value last (7B), or as in BLOOM."""
+    """Falcon's layouts: groups of heads, each with its key and value (40B); one key and value after all
+    heads (7B); or interleaved as in BLOOM.
+    """
     num_heads, _, head_dim = head_counts(config)
     if config.new_decoder_architecture:
         group = (num_heads // config.num_kv_heads + 2) * head_dim  # its queries, a key and a value

@@ -2,7 +2,7 @@
 
 On a GPU flash-attn's kernel, or torch's if flash-attn is not installed; on a CPU torch's sdpa, segment by
 segment. A segment is a sequence, or the prefix shared by several, or the rest of one of those after the
-prefix: it then attends to the prefix's keys besides its own.
+prefix: it then attends to the prefix's keys and its own.
 
 # P segments, total tokens of all, keys: of all segments end to end, H heads of queries or of keys, D their
 # width
@@ -40,7 +40,7 @@ VARLEN_ATTENTION = "triptych_varlen"
 FLASH_ATTENTION = "flash_attention_2"
 KERNELS = (VARLEN_ATTENTION, FLASH_ATTENTION)
 KERNELS_FROM = (8, 0)  # compute capability of Ampere
-# The kernel of torch's varlen_attn without its custom operator, which costs the host 0.2 ms a call.
+# The kernel of torch's varlen_attn without its custom operator, which costs the host 0.2 ms per call.
 varlen_kernel = torch.ops.aten._flash_attention_forward
 ATTENDS = {"full_attention", "sliding_attention"}  # layer types without a recurrent state
 # Names of attention's output projections, and of query projections that are not fused with keys or values.
@@ -49,8 +49,10 @@ PROJECTIONS = {"q_proj", "o_proj", "out_proj", "dense", "c_proj", "Wo"}
 
 @dataclass(frozen=True)
 class Packing:
-    """Boundaries of the segments of one row, and the keys that each attends to. `read` are the slots whose
-    last hidden states are used, each once: the last layer need not compute the others.
+    """Boundaries of the segments of one row, and the keys that each attends to.
+
+    `used_slots` are the slots whose last hidden states are used, without duplicates; the last layer may skip
+    the others.
     """
 
     lengths: list[int]  # (P,) tokens of each segment
@@ -58,7 +60,7 @@ class Packing:
     starts: torch.Tensor  # (P + 1,) int32
     key_starts: torch.Tensor  # (P + 1,) int32, into the keys
     key_slots: torch.Tensor | None = None  # (keys,) int64; None: each segment attends only to itself
-    read: torch.Tensor | None = None  # None: all
+    used_slots: torch.Tensor | None = None  # None: all
     masks: dict[Any, torch.Tensor | None] = field(default_factory=dict)  # by lengths, window and dtype
 
     def keys_of(self, states: torch.Tensor) -> torch.Tensor:
@@ -66,11 +68,11 @@ class Packing:
         return states if self.key_slots is None else states.index_select(2, self.key_slots)
 
     @functools.cached_property
-    def rows_read(self) -> list[torch.Tensor]:
+    def used_rows(self) -> list[torch.Tensor]:
         """Rows of each segment whose last hidden states are used."""
         starts = self.starts.long()
-        edges = torch.searchsorted(self.read, starts).tolist()
-        return [self.read[a:b] - start for a, b, start in zip(edges, edges[1:], starts, strict=False)]
+        edges = torch.searchsorted(self.used_slots, starts).tolist()
+        return [self.used_slots[a:b] - start for a, b, start in zip(edges, edges[1:], starts, strict=False)]
 
     def mask_of(
         self,
@@ -106,7 +108,7 @@ class Packing:
 
 
 def choose_attention(model_class: Any, config: Any, dtype: str) -> str | None:
-    """Name of the attention to load a model with; None is transformers' default, torch's own.
+    """Name of the attention to load a model with; None selects transformers' default, torch's own.
 
     The GPU kernels need 16-bit weights and a recent GPU. Prints once per model type if flash-attn is
     installed and not used.
@@ -119,15 +121,15 @@ def choose_attention(model_class: Any, config: Any, dtype: str) -> str | None:
         return None
     has_kernels = torch.cuda.get_device_capability(distributed.device()) >= KERNELS_FROM
     if is_flash_attn_2_available():
-        if has_kernels and _serves_flash(model_class, config):
+        if has_kernels and _supports_flash(model_class, config):
             return FLASH_ATTENTION
-        why = f"{config.model_type} cannot be computed by it" if has_kernels else "the GPU is too old for it"
-        distributed.say_once(f"note: flash-attn is installed and not used: {why}")
+        why = f"it does not support {config.model_type}" if has_kernels else "the GPU is too old for it"
+        distributed.print_once(f"note: flash-attn is installed and not used: {why}")
     return VARLEN_ATTENTION if has_kernels and takes_own else None
 
 
-def _serves_flash(model_class: Any, config: Any) -> bool:
-    """Whether a class, None for remote code, computes the same with flash-attn as without."""
+def _supports_flash(model_class: Any, config: Any) -> bool:
+    """Whether a class (None: remote code) computes the same with flash-attn as without it."""
     config = config.get_text_config()
     return (
         takes_flash(model_class, FLASH_ATTENTION)
@@ -159,7 +161,7 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def takes_packed(model: PreTrainedModel) -> bool:
-    """Whether every layer of the model is passed the boundaries of sequences, so that rows can be packed."""
+    """Whether every layer of the model receives the boundaries of sequences, so that rows can be packed."""
     if not getattr(model, "packs_rows", True):  # as measured by family_probe.py
         return False
     # Custom attention classes and recurrent layers do not receive the boundaries.
@@ -168,11 +170,12 @@ def takes_packed(model: PreTrainedModel) -> bool:
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
     if is_stateful(model) or not ATTENDS.issuperset(kinds):
         return False
-    return _hands_through(type(backbone_of(model)))
+    return _accepts_packing(type(backbone_of(model)))
 
 
 @functools.cache
-def _hands_through(backbone_class: type) -> bool:
+def _accepts_packing(backbone_class: type) -> bool:
+    """Whether the backbone takes positions, and passes other arguments on to its layers."""
     parameters = inspect.signature(backbone_class.forward).parameters
     return "position_ids" in parameters and any(p.kind == p.VAR_KEYWORD for p in parameters.values())
 
@@ -199,8 +202,8 @@ def attend_packed(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention output (1, total, H, D) for query, key, value (1, H, total, D); passes without `packing` go
-    to torch's sdpa.
+    """Attention output (1, total, H, D) for query, key, value (1, H, total, D); without `packing` that of
+    torch's sdpa.
     """
     if packing is None:
         options = {"scaling": scaling, "dropout": dropout, **kwargs}
@@ -222,23 +225,23 @@ def attend_packed(
         )
         return output.unsqueeze(0), None
     options = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-    # Segment by segment; a narrowed last layer computes only the slots in `packing.read`.
-    read = packing.read if narrowed_modules(module) else None
-    rows = [None] * len(packing.lengths) if read is None else packing.rows_read
-    counts = packing.lengths if read is None else list(map(len, rows))
-    queries = query if read is None else query.index_select(2, read)
+    # Segment by segment; a narrowed last layer computes only `packing.used_slots`.
+    used = packing.used_slots if narrowed_modules(module) else None
+    rows = [None] * len(packing.lengths) if used is None else packing.used_rows
+    counts = packing.lengths if used is None else list(map(len, rows))
+    queries = query if used is None else query.index_select(2, used)
     states = (x.split(packing.key_lengths, 2) for x in (key, value))
     outputs = []
-    for of, length, q, k, v in zip(rows, packing.lengths, queries.split(counts, 2), *states, strict=True):
+    for own, length, q, k, v in zip(rows, packing.lengths, queries.split(counts, 2), *states, strict=True):
         if q.shape[2]:
-            mask = packing.mask_of(length, k.shape[2], sliding_window, q.dtype, of)
+            mask = packing.mask_of(length, k.shape[2], sliding_window, q.dtype, own)
             causal = mask is None
             outputs.append(
                 F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=causal, **options)
             )
     output = torch.cat(outputs, 2)
-    if read is not None:
-        output = torch.zeros_like(query).index_copy(2, read, output)
+    if used is not None:
+        output = torch.zeros_like(query).index_copy(2, used, output)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -292,10 +295,10 @@ def install() -> None:
 
 
 class Narrowing:
-    """Restricts modules of the last layer to the slots in `Packing.read`; the others get zeros.
+    """Restricts modules of the last layer to `Packing.used_slots`; the others get zeros.
 
-    On a CPU the attention itself is restricted too (see `attend_packed`). The same holds when activations are
-    recomputed.
+    On a CPU the attention itself is restricted too (see `attend_packed`). A recomputation of activations has
+    the same restriction.
     """
 
     def __init__(self, layer: nn.Module, attention: nn.Module, modules: list[nn.Module]) -> None:
@@ -313,7 +316,7 @@ class Narrowing:
 
     def _begin(self, attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         packing = kwargs.get("packing")
-        self.slots = packing and packing.read
+        self.slots = packing and packing.used_slots
 
     def _narrow(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         if self.slots is None:
@@ -329,7 +332,7 @@ class Narrowing:
 
 
 def narrowed_modules(attention: nn.Module) -> list[nn.Module]:
-    """Modules around an attention that compute only the slots in `Packing.read`; empty for other modules."""
+    """Modules that compute only `Packing.used_slots`, around such an attention module; else empty."""
     return attention.narrowing.modules if hasattr(attention, "narrowing") else []
 
 
@@ -352,7 +355,7 @@ def narrow_last_layer(model: PreTrainedModel) -> None:
         return
     name, attention = attentions[0]
     children = dict(layer.named_children())
-    behind = [children[other] for other in list(children)[list(children).index(name) + 1 :]]
-    wide = [m for m in behind if any(p.dim() > 1 for p in m.parameters())]
+    later = [children[other] for other in list(children)[list(children).index(name) + 1 :]]
+    wide = [m for m in later if any(p.dim() > 1 for p in m.parameters())]
     projections = [m for name, m in attention.named_children() if name in PROJECTIONS]
     Narrowing(layer, attention, [*projections, *wide])

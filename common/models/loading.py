@@ -79,7 +79,7 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
     initialised.
 
     Pickled weights are read with weights_only: no code in them is run. Raises ValueError if the files are
-    damaged, hold anything but tensors, or lack weights of the model in config.json, or have them in other
+    damaged, contain anything but tensors, or lack weights of config.json's model or have them in other
     shapes: transformers would continue with random ones.
     """
     try:
@@ -103,14 +103,14 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
     is_own_class = name in (getattr(model.config, "architectures", None) or [])
     needed = "" if is_own_class else f"{backbone_name(model)}."  # the head of another class is new
     absent = sorted(info["missing_keys"] & parameters.keys())
-    of_body = [parameter for parameter in absent if parameter.startswith(needed)]
+    body_names = [parameter for parameter in absent if parameter.startswith(needed)]
     mismatched = sorted(str(item[0]) for item in info["mismatched_keys"])
     is_part = type(more.get("config", model.config)) is not type(model.config)
     unmatched = _unmatched_weights(
         model, sorted(info["unexpected_keys"]), is_part=is_part, is_own_class=is_own_class
     )
     for names, text in (
-        (of_body, f"its weights lack {{}} of {size} parameters of {name}"),
+        (body_names, f"its weights lack {{}} of {size} parameters of {name}"),
         (mismatched, f"its weights have the wrong sizes for {{}} of {size} parameters of {name}"),
         (unmatched, "its config.json has no counterpart for {} of its weights"),
     ):
@@ -120,9 +120,9 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
                 "config.json and weights belong together"
             )
     if absent and auto_class is AutoModelForCausalLM:
-        distributed.say_once(f"note: {name_or_path} has no output head: {absent[0]} is newly initialised")
+        distributed.print_once(f"note: {name_or_path} has no output head: {absent[0]} is newly initialised")
     if is_part:
-        distributed.say_once(
+        distributed.print_once(
             f"note: {name_or_path}: only the language model of this {more['config'].model_type} is loaded, "
             "trained and exported, without its parts for images or sound"
         )
@@ -132,20 +132,20 @@ def load_weights(auto_class: Any, name_or_path: str, **more: Any) -> PreTrainedM
 def _unmatched_weights(
     model: PreTrainedModel, unexpected: list[str], *, is_part: bool, is_own_class: bool
 ) -> list[str]:
-    """Weights of a file that the model in config.json should have and does not.
+    """Weights of a file that config.json's model should have but does not.
 
     The head of another class is not among them, nor are parts that a language model omits, such as
     vision.
     """
     own_names = {re.sub(r"\d+", "*", name) for name, _ in model.named_parameters(remove_duplicate=False)}
-    of_body = {backbone_name(model), *dict(backbone_of(model).named_children())}
+    body_names = {backbone_name(model), *dict(backbone_of(model).named_children())}
     return [
         name
         for name in unexpected
         if not _MASKS.search(name)
         and (
             re.sub(r"\d+", "*", name) in own_names
-            or (not is_part and (is_own_class or name.partition(".")[0] in of_body))
+            or (not is_part and (is_own_class or name.partition(".")[0] in body_names))
         )
     ]
 
@@ -160,12 +160,12 @@ def _check_values(name_or_path: str, model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         has_shards |= is_sharded(parameter)
         shard = (local_shard(parameter) if is_sharded(parameter) else parameter.data).flatten()
-        some = shard[:4096]
+        part = shard[:4096]
         if not shard.sum(dtype=torch.float32).isfinite() and not shard.isfinite().all():
             wrong.append(f"{name} has NaN or infinite values; save or download it again")
-        elif len(whole_shape(parameter)) > 1 and (some == some.round()).all() and len(some.unique()) > 8:
+        elif len(whole_shape(parameter)) > 1 and (part == part.round()).all() and len(part.unique()) > 8:
             why = "holds integers, but config.json has no quantization_config with their scales"
-            wrong.append(f"{name} {why}; give the model before it was quantized")
+            wrong.append(f"{name} {why}; use the unquantised model")
     if has_shards:
         wrong = [text for rank_texts in distributed.gather_objects(wrong) for text in rank_texts]
     if wrong:
@@ -183,7 +183,7 @@ def probe_of(auto_class: Any, config: PreTrainedConfig, *, trusts_code: bool) ->
     if probe.refusal:
         raise ValueError(probe.refusal)
     if probe.note:
-        distributed.say_once(f"note: {probe.note}")
+        distributed.print_once(f"note: {probe.note}")
     return probe
 
 
@@ -215,7 +215,7 @@ def set_dropout(owner: PreTrainedConfig | nn.Module, dropout: float) -> None:
 
 
 def has_dropout(owner: PreTrainedConfig | nn.Module) -> bool:
-    """Whether a configuration or a model, its parts included, has a number that `set_dropout` zeroes."""
+    """Whether a configuration or a model, its parts included, has a nonzero dropout."""
     return any(vars(part)[name] for part, name in _dropouts(owner))
 
 
@@ -258,7 +258,7 @@ def load_pretrained(
     elif not options.load_in_4bit:
         raise ValueError(
             f"{options.name_or_path}: its weights are quantised ({scheme.get('quant_method')}), and cannot "
-            "be trained; give the model before quantisation"
+            "be trained; use the unquantised model"
         )
     _untie(options.name_or_path, model)
     _grow_vocabulary(model, num_tokens, options.pad_vocab_multiple)
@@ -292,7 +292,7 @@ def _untie(name_or_path: str, model: PreTrainedModel) -> None:
     is_apart = head is not None and head.weight is not model.get_input_embeddings().weight
     if is_apart and getattr(text, "tie_word_embeddings", False):
         text.tie_word_embeddings = model.config.tie_word_embeddings = False
-        distributed.say_once(
+        distributed.print_once(
             f"note: {name_or_path}: its config.json ties the output head to the embeddings, but they "
             "differ in its weights: they are trained and exported separately"
         )
@@ -326,7 +326,7 @@ def init_weight(parameter: nn.Parameter, name: str, *, std: float, seed: int) ->
 
 
 def length_limit(config: PreTrainedConfig, default: int = sys.maxsize) -> tuple[int, str]:
-    """Largest number of tokens per row, and what limits it; `default` if nothing does."""
+    """Largest number of tokens per row, and the name of the limit; `default` without one."""
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     limits = {
@@ -369,8 +369,8 @@ def compute_hidden(model: PreTrainedModel, inputs: ModelInputs) -> torch.Tensor:
 def run_with_router(owner: nn.Module, model: PreTrainedModel, inputs: ModelInputs) -> torch.Tensor:
     """Last hidden states (slots, H), as from `compute_hidden`.
 
-    In a training pass of a mixture of experts `owner.router_loss` is set to the pass's loss, for
-    `add_router_loss`, else to None.
+    Sets `owner.router_loss`, for `add_router_loss`: the router loss of a training pass of a mixture of
+    experts, else None.
     """
     is_balanced = owner.router_coefficient > 0 and owner.training and torch.is_grad_enabled()
     outputs = run_backbone(model, inputs, **({"output_router_logits": True} if is_balanced else {}))

@@ -178,7 +178,7 @@ def add_lora(model: PreTrainedModel, options: LoraOptions, seed: int = 0) -> nn.
                 shape = getattr(parameter, "ds_shape", parameter.shape)
                 init_weight(parameter, name, std=shape[-1] ** -0.5, seed=seed)
     if adapted is not model:
-        distributed.say_once(f"note: {_describe_reach(adapted)}")
+        distributed.print_once(f"note: {_describe_reach(adapted)}")
     return adapted
 
 

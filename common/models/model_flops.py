@@ -70,33 +70,33 @@ class ModelFlops:
 
         Its tokens are those of the sequences, however many of them are computed.
         """
-        read = inputs.packing.read if inputs.packing else None
+        used = inputs.packing.used_slots if inputs.packing else None
         flops = self.of_pass(
             inputs.num_tokens,
             inputs.num_pairs - inputs.num_unused_pairs * self.narrowed_layers / self.num_layers,
             num_scored,
-            num_unread=0 if read is None else inputs.num_tokens - len(read),
+            num_unused=0 if used is None else inputs.num_tokens - len(used),
             is_training=torch.is_grad_enabled(),
         )
         COSTS.count(len(inputs.token_slots), flops)
 
     def of_pass(
-        self, num_tokens: int, num_pairs: float, num_scored: int, *, is_training: bool, num_unread: int = 0
+        self, num_tokens: int, num_pairs: float, num_scored: int, *, is_training: bool, num_unused: int = 0
     ) -> float:
         """FLOPs of a forward pass; if `is_training`, with the backward pass that follows.
 
         `num_pairs` is the sum over sequences of their squared lengths, or over segments of tokens times keys;
-        `num_unread` the tokens that the last layer skips. The backward pass makes all products again for the
+        `num_unused` the tokens that the last layer skips. The backward pass makes all products again for the
         gradient of their inputs (of the first layer too, which needs none under LoRA), and once more for the
         gradient of trained matrices.
         """
-        body = num_tokens * self.body - num_unread * self.narrowed
+        body = num_tokens * self.body - num_unused * self.narrowed
         head = num_scored * self.head
         attention = num_pairs * self.attention
         forward = 2 * (body + head + attention)
         if not (is_training and self.is_trained):
             return forward
-        of_matrices = num_tokens * self.trained_body - num_unread * self.trained_narrowed
+        of_matrices = num_tokens * self.trained_body - num_unused * self.trained_narrowed
         of_matrices += num_scored * self.trained_head
         return 2 * forward + 2 * attention + 2 * of_matrices
 

@@ -33,24 +33,24 @@ class ModelInputs:
     num_unused_pairs: int = 0  # part of num_pairs: tokens whose last hidden states are unused
 
     def slots_before(self, is_scored: torch.Tensor) -> torch.Tensor:
-        """Slots (N,) int64 that predict the scored tokens: of the token before each.
+        """Slots (N,) int64 that predict the scored tokens: those of the tokens before them.
 
         is_scored (total,) bool, False for every sequence's first token.
         """
         return self.token_slots[is_scored.nonzero()[:, 0] - 1]
 
     def to(self, device: torch.device | str, slots: torch.Tensor, *more: torch.Tensor) -> tuple[Any, ...]:
-        """The inputs on a device for a pass whose last hidden states are used at `slots` (N,) int64 only,
-        with `slots` and `more`; one copy moves all of them.
+        """The inputs, `slots` and `more` on a device, moved by one copy; the pass's last hidden states are
+        used at `slots` (N,) int64 only.
         """
         fields = vars(self.packing) if self.packing else {}
         num_unused_pairs = 0
         # If no slot is used, as in rows without targets, all are computed: every weight needs a gradient.
-        if self.packing and 0 < len(read := slots.unique()) < self.num_tokens:
-            fields = fields | {"read": read}
+        if self.packing and 0 < len(used := slots.unique()) < self.num_tokens:
+            fields = fields | {"used_slots": used}
             lengths, key_lengths = map(torch.tensor, (self.packing.lengths, self.packing.key_lengths))
             num_keys = key_lengths.repeat_interleave(lengths)  # of each token's segment
-            num_unused_pairs = self.num_pairs - int(num_keys[read].sum())
+            num_unused_pairs = self.num_pairs - int(num_keys[used].sum())
         names = [name for name, value in fields.items() if isinstance(value, torch.Tensor)]
         tensors = [self.input_ids, self.position_ids, *(fields[name] for name in names), slots, *more]
         ids, positions, *moved = to_device(tensors, device)
@@ -91,8 +91,8 @@ def build_model_inputs(
 
 
 def common_lengths(token_ids: torch.Tensor, lengths: torch.Tensor, group_sizes: torch.Tensor) -> torch.Tensor:
-    """Length of the prefix that all sequences of each group share: (G,) int64, 0 for a group of one;
-    arguments as for `build_model_inputs`.
+    """Length of the prefix that all sequences of a group share: (G,) int64, 0 for a group of one; arguments
+    as for `build_model_inputs`.
     """
     sequences = iter(token_ids.split(lengths.tolist()))
     common = []
@@ -106,7 +106,7 @@ def common_lengths(token_ids: torch.Tensor, lengths: torch.Tensor, group_sizes: 
 
 
 def _pack(token_ids: torch.Tensor, lengths: torch.Tensor, group_sizes: torch.Tensor) -> ModelInputs:
-    """Model inputs of one row: of each group the first sequence, then the others without its prefix."""
+    """Model inputs of one row: each group's first sequence, then the others without the shared prefix."""
     shared = common_lengths(token_ids, lengths, group_sizes).repeat_interleave(group_sizes)  # (S,)
     starts = lengths.cumsum(0) - lengths
     is_first = torch.zeros(len(lengths), dtype=torch.bool)

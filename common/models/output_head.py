@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies from hidden states, with logits of one chunk of tokens at a time.
+"""Log-probabilities and entropies from hidden states, computed from one chunk of logits at a time.
 
 PURE: imports torch and pure files. Neither pass ever holds logits of many tokens: the forward pass keeps the
 hidden states, two numbers per token and the first few chunks' logits; the backward pass recomputes the
@@ -29,10 +29,10 @@ _LOWEST = torch.finfo(torch.float32).min
 
 @dataclass(frozen=True)
 class LogitOptions:
-    """How logits are computed from hidden states, and how their softmax is taken.
+    """How logits and their softmax are computed from hidden states.
 
-    The model's own: `multiplier` times the output weight's product, then cap tanh(x / cap) with a `cap`. The
-    caller's: `temperature`, and `num_valid_tokens`, from which on ids are vocabulary padding.
+    Of the model: `multiplier`, by which the head's output is scaled, then the soft cap cap tanh(x / cap). Of
+    the caller: `temperature`, and `num_valid_tokens`, the first id of the vocabulary padding.
     """
 
     multiplier: float = 1.0
@@ -112,7 +112,7 @@ class OutputHead(NamedTuple):
         """Log-probabilities (N,) of `token_ids` (N,) and entropies (N,) in nats, both fp32; entropies are
         zeros unless `with_entropy`.
 
-        With `mask` the softmax is taken over its tokens, which must include the scored one.
+        With `mask` the softmax is over its tokens only, which must include the scored one.
         """
         return _TokenScores.apply(*self, token_ids, with_entropy, mask)
 
@@ -120,8 +120,8 @@ class OutputHead(NamedTuple):
         """Negative log-likelihood of `token_ids` (N,), summed, fp32 scalar; `temperature` replaces the
         options'.
 
-        Every token has the same gradient, so it is computed in the forward pass: a quarter less arithmetic
-        than computing the logits twice.
+        All tokens have the same upstream gradient, so the gradient is computed in the forward pass: a quarter
+        less arithmetic than computing the logits twice.
         """
         options = replace(self.options, temperature=temperature or self.options.temperature)
         return -_SummedLogprobs.of(self._replace(options=options), token_ids)
@@ -164,8 +164,8 @@ class OutputHead(NamedTuple):
             return raw, _masked(self.options.transform(raw.requires_grad_()), mask, rows)
 
     def chunks(self, *, at_once: int = 1, num_tokens: int = 0) -> Iterator[slice]:
-        """Yield rows whose logits form a chunk, or one of `at_once` chunks that share its memory;
-        `num_tokens` is a vocabulary larger than V.
+        """Yield the rows of each chunk of logits; `at_once` chunks share the memory of one. `num_tokens`: a
+        vocabulary larger than V.
         """
         elements = CPU_CHUNK_ELEMENTS if self.hidden.device.type == "cpu" else GPU_CHUNK_ELEMENTS
         size = max(1, elements // (at_once * max(num_tokens, len(self.weight))))
@@ -174,7 +174,7 @@ class OutputHead(NamedTuple):
 
 
 def hidden_states(head: OutputHead, token_ids: torch.Tensor) -> torch.Tensor:
-    """The hidden states (N, H) themselves, as `compute` of a PolicyModel."""
+    """The hidden states (N, H) themselves, for use as `compute` of a PolicyModel."""
     return head.hidden
 
 
@@ -213,11 +213,11 @@ def _softmax_gradient(
     normalisers: torch.Tensor,
     options: LogitOptions,
     grad_logprobs: torch.Tensor,
-    of_entropies: tuple[torch.Tensor, torch.Tensor] | None = None,
+    entropy_terms: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Gradient (n, V) of logits (n, V), in their dtype; 0 at excluded ids.
 
-    `of_entropies`: the entropies (n,) and their gradients (n,).
+    `entropy_terms`: (entropies (n,), their gradients (n,)).
     """
     valid = logits[:, : options.num_valid_tokens]
     temperature = options.temperature
@@ -226,13 +226,13 @@ def _softmax_gradient(
     # d logprob / d logit_j = ([j == id] - p_j) / temperature
     scale = grad_logprobs[:, None] / temperature
     at_chosen = torch.where(token_ids[:, None] < num_valid, scale, 0.0).to(log_p.dtype)
-    p = log_p.exp_() if of_entropies is None else log_p.clamp_(min=_LOWEST).exp()
-    if of_entropies is not None:
-        entropies, grad_entropies = of_entropies
+    p = log_p.exp_() if entropy_terms is None else log_p.clamp_(min=_LOWEST).exp()
+    if entropy_terms is not None:
+        entropies, grad_entropies = entropy_terms
         # d H / d logit_j = -p_j (log p_j + H) / temperature
         log_p.add_(entropies[:, None]).mul_(p).mul_(-grad_entropies[:, None] / temperature)
     gradient = p.mul_(-scale).scatter_add_(-1, token_ids[:, None].clamp(max=num_valid - 1), at_chosen)
-    if of_entropies is not None:
+    if entropy_terms is not None:
         gradient += log_p
         del log_p
     gradient = gradient.to(logits.dtype)
@@ -247,8 +247,8 @@ def _centred(logits: torch.Tensor, centres: torch.Tensor, temperature: float) ->
 
 
 class _TokenScores(torch.autograd.Function):
-    """Keeps inputs, two numbers per token and as many logits as allowed; the backward pass recomputes the
-    others.
+    """Keeps the inputs, two numbers per token and as many logits as allowed; the backward pass recomputes the
+    other logits.
     """
 
     @staticmethod
@@ -286,16 +286,16 @@ class _TokenScores(torch.autograd.Function):
             grad_logprobs = torch.zeros_like(normalisers)
         for rows in head.chunks():
             raw, logits = head.differentiable_logits(rows, mask, ctx.kept.pop(rows.start, None))
-            of_entropies = None if grad_entropies is None else (entropies[rows], grad_entropies[rows])
+            entropy_terms = None if grad_entropies is None else (entropies[rows], grad_entropies[rows])
             scored = logits.detach(), token_ids[rows], normalisers[rows]
-            grad_logits = _softmax_gradient(*scored, ctx.options, grad_logprobs[rows], of_entropies)
+            grad_logits = _softmax_gradient(*scored, ctx.options, grad_logprobs[rows], entropy_terms)
             gradients.add(rows, raw, logits, grad_logits)
         return *gradients.result(hidden.dtype), None, None, None, None
 
 
 class SummedOverTokens(torch.autograd.Function):
-    """A weighted sum over tokens whose gradient is computed with the logits; the backward pass scales it. A
-    subclass takes the fields of an OutputHead first, and passes its HeadGradients to `keep`.
+    """A weighted sum over tokens whose gradient the forward pass computes and the backward pass scales. A
+    subclass's `forward` takes the fields of an OutputHead first, and passes its HeadGradients to `keep`.
     """
 
     @classmethod
@@ -377,5 +377,5 @@ class HeadGradients:
             self.grad_bias += grad_logits.sum(0, dtype=self.grad_bias.dtype)
 
     def result(self, dtype: torch.dtype) -> list[torch.Tensor | None]:
-        """The three in a dtype, None for those that are not needed."""
+        """The three gradients in a dtype; None for those that are not needed."""
         return [g if g is None else g.to(dtype) for g in (self.grad_hidden, self.grad_weight, self.grad_bias)]

@@ -8,7 +8,7 @@ from typing import Any
 from common.flags.streams import harden_streams
 from common.programs.startup import quiet_libraries
 from common.ranks import distributed, watchdog
-from common.ranks.failures import StepRefused, TooManyBadSteps, say
+from common.ranks.failures import StepSkipped, TooManyBadSteps, say
 from common.runs import run_files
 from common.runs.durable_files import SaveFailed
 from common.runs.run import Stopped
@@ -47,10 +47,10 @@ def run_program(program: Callable[[], None]) -> None:
         code = left.code if isinstance(left.code, int) else int(left.code is not None)
         cause = left.__context__  # the error reported as a problem
         raise
-    except (SaveFailed, StepRefused, TooManyBadSteps) as error:  # raised on all ranks
+    except (SaveFailed, StepSkipped, TooManyBadSteps) as error:  # raised on all ranks
         if distributed.is_main():
             say(f"error: {error}")
-        watchdog.say_goodbye(3, error)
+        watchdog.shut_down(3, error)
         run_files.release_lock(3)
         os._exit(3)
     except Exception as error:

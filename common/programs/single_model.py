@@ -232,7 +232,7 @@ def train(
         evaluate(0)
         run.checkpoint_if_due(0)
     batches = rows.batches(trainer.is_packed)
-    batches.num_taken = run.step
+    batches.num_steps = run.step
 
     def train_step(step: int) -> None:
         with watchdog.phase("the training step", step):

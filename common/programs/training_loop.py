@@ -15,7 +15,7 @@ from common.models.saved_adapters import POOLING
 from common.models.value_model import ValueModel, load_value_model
 from common.programs.startup import Start
 from common.ranks import distributed
-from common.ranks.failures import StepRefused, TooManyBadSteps
+from common.ranks.failures import StepSkipped, TooManyBadSteps
 from common.ranks.step_costs import COSTS
 from common.runs.export import save_adapter, save_export
 from common.runs.run import Run
@@ -73,7 +73,7 @@ def runs_packed(args: Any, model: nn.Module) -> bool:
     if not is_packed and (args.packed or shares_prompts):
         kind = f"{plain.config.model_type} in {distributed.dtype_name(args.dtype)}"
         cost = "; each prompt is computed again for each of its responses" if shares_prompts else ""
-        distributed.say_once(f"note: {kind} cannot run packed rows, so they are padded{cost}")
+        distributed.print_once(f"note: {kind} cannot run packed rows, so they are padded{cost}")
     return is_packed
 
 
@@ -93,7 +93,7 @@ def run_steps(run: Run, train_step: Callable[[int], None], evaluate: Callable[[i
         bad_step = None
         try:
             train_step(step)
-        except StepRefused as error:
+        except StepSkipped as error:
             bad_step = error
         run.step = step
         if bad_step:

@@ -1,4 +1,4 @@
-"""Processes and devices: start-up, rank and world, barriers, reductions.
+"""Processes and devices: start-up, rank and world size, barriers, reductions.
 
 Every program runs the same way under `deepspeed`, `torchrun` and plain `python`; the last is a world of one.
 """
@@ -39,7 +39,7 @@ JOIN_SECONDS = 45.0  # for all ranks to join on one machine; 40 times that on se
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 T = TypeVar("T")
 _host_group: dist.ProcessGroup | None = None  # gloo group for an NCCL world; None: the world uses gloo
-_store: dist.Store | None = None  # rank 0's serves the others while it is referenced
+_store: dist.Store | None = None  # rank 0's serves the other ranks while it is referenced
 # Objects with a `release()` that must not outlive the process group: NCCL does not destroy a communicator
 # before the last CUDA graph with one of its collectives.
 RELEASED_AT_STOP: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -137,11 +137,9 @@ def text_of_first_rank(key: str, make: Callable[[], str]) -> str:
 
 
 def stop(code: int = 0, cause: BaseException | None = None) -> None:
-    """Leave the process group; `code` is the exit code that this process is about to exit with, because of
-    `cause`.
-    """
+    """Leave the process group, before this process exits with `code` because of `cause`."""
     global _store
-    watchdog.say_goodbye(code, cause)
+    watchdog.shut_down(code, cause)
     for holder in list(RELEASED_AT_STOP):
         holder.release()
     if dist.is_initialized():
@@ -215,8 +213,8 @@ def is_main() -> bool:
 
 
 @functools.cache
-def say_once(text: str) -> None:
-    """Print a line on the first process, unless it was printed before."""
+def print_once(text: str) -> None:
+    """Print a line to standard error, on the first process, unless it was printed before."""
     if is_main():
         say(text)
 
@@ -266,10 +264,9 @@ def run_together(
 
     Every rank must call this; one that has nothing to do passes `lambda: None`.
 
-    Raises:
-        its own error on a rank where `work` raised one;
-        `failure`, with the rank and the text of the first of these errors, on the others. Without `failure`
-        a ValueError with that text if it was one, else a RuntimeError.
+    Raises, if `work` fails on any rank: on such a rank its own error; on the others `failure`, with the rank
+    and the text of the first error. Without `failure`: a ValueError with that text if the error was one, else
+    a RuntimeError.
     """
     result, error = None, None
     try:
@@ -279,9 +276,9 @@ def run_together(
     outcomes = gather_objects((result, error and (isinstance(error, ValueError), str(error))), group)
     if error is not None:
         raise error
-    for failed_rank, (_, failure_of_rank) in enumerate(outcomes):
-        if failure_of_rank:
-            is_value_error, text = failure_of_rank
+    for failed_rank, (_, rank_failure) in enumerate(outcomes):
+        if rank_failure:
+            is_value_error, text = rank_failure
             if is_value_error and not failure:
                 raise ValueError(text)
             raise (failure or RuntimeError)(f"rank {failed_rank} failed: {text}")
@@ -306,7 +303,7 @@ def make_on_first_rank(make: Callable[[], Path]) -> Path:
 
 
 def all_to_all(parts: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
-    """Tensors that each rank has sent to this one; parts[rank] (n,) goes to `rank`. CPU tensors of one dtype.
+    """Tensors sent to this rank, by sender; parts[rank] (n,) are sent to `rank`. CPU tensors of one dtype.
 
     Every rank of the group (None: all ranks) must call this. A group's tensors pass through its device.
     """

@@ -125,7 +125,7 @@ class FailureDetector(threading.Thread):
         process = self.beats[0].process if 0 in self.beats else None
         self._exit(self._without_rank_0(stuck(0, self.position(), 2 * SETTLE_SECONDS, process)))
 
-    def say_goodbye(self, code: int, reason: str) -> None:
+    def shut_down(self, code: int, reason: str) -> None:
         """Exit voluntarily, together with all other ranks; after a non-zero code they must follow within
         EXIT_SECONDS.
         """

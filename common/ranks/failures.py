@@ -12,7 +12,7 @@ NO_ROOM = ("No space left", "Disk quota exceeded", "File too large")
 COMMUNICATION = ("/gloo/", "gloo::", "NCCL error", "ncclRemoteError", "ncclSystemError")
 
 
-class StepRefused(RuntimeError):
+class StepSkipped(RuntimeError):
     """A step was skipped before anything was changed; the message names the cause and the cure.
 
     Raised on every rank. `batches` is the data of the step, if known.
@@ -37,7 +37,7 @@ def say(text: str) -> None:
 
 
 def first_line(error: BaseException, otherwise: str = "") -> str:
-    """First line of an exception's message, and the next line if that ends in a colon; without a message
+    """First line of an exception's message, with the next one if the first ends in a colon; without a message
     `otherwise`, or the exception's class.
     """
     lines = [line.strip() for line in str(error).strip().splitlines()] or [otherwise or type(error).__name__]

@@ -99,17 +99,17 @@ def start(store: dist.Store, rank: int, world_size: int, collective_timeout: flo
     _detector.read_rank_0()
     _detector.start()
     # For programs that do not use run_program.
-    atexit.register(lambda: say_goodbye(int(hasattr(sys, "last_value"))))
+    atexit.register(lambda: shut_down(int(hasattr(sys, "last_value"))))
 
 
-def say_goodbye(code: int, cause: BaseException | None = None) -> None:
+def shut_down(code: int, cause: BaseException | None = None) -> None:
     """Exit voluntarily together with the other ranks, which receive the cause."""
     global _detector, _position
     if _detector:
         _position = getattr(cause, "rank_position", _position)
         detector = _detector
         _detector = None
-        detector.say_goodbye(code, first_line(cause) if cause else "")
+        detector.shut_down(code, first_line(cause) if cause else "")
 
 
 def exit_on_error(error: Exception) -> None:

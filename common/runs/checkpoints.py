@@ -1,4 +1,4 @@
-"""Checkpoints: folders with the whole state of a run, either complete or absent.
+"""Checkpoints: folders with the whole state of a run, each either complete or absent.
 
 OUTPUT_DIR/checkpoints/step-000200/ holds PART-rank-00000.safetensors, ... for every part and rank, and
 meta.json: the JSON state of all parts, the flags, and the SHA-256 of every file. It is written under a
@@ -87,7 +87,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def find_checkpoints(path: Path) -> tuple[list[Checkpoint], list[str]]:
-    """The checkpoint at a path, or those of a run's folder, newest first; and messages on damaged ones."""
+    """The checkpoint at a path, or those of a run's folder, newest first; and messages about damaged ones."""
     parent = path if path.name == FOLDER else path / FOLDER
     folders = [path] if (path / META).exists() else [p for p in parent.glob("*") if checkpoint_order(p.name)]
     checkpoints, damages = [], []
@@ -102,9 +102,9 @@ def find_checkpoints(path: Path) -> tuple[list[Checkpoint], list[str]]:
 def save_checkpoint(
     run_folder: Path, name: str, parts: Mapping[str, Stateful], flags: dict[str, Any], save_total_limit: int
 ) -> None:
-    """Write a checkpoint, then remove those beyond the limit (0: none). Every rank must call this.
+    """Write a checkpoint, then remove the oldest beyond the limit (0: no limit). Every rank must call this.
 
-    Raises SaveFailed, on every rank, if anything could not be written on any of them.
+    Raises SaveFailed, on every rank, if any of them could not write its files.
     """
     folder = run_folder / FOLDER / name
     temporary = folder.with_name(name + WRITING)
@@ -118,8 +118,8 @@ def save_checkpoint(
             temporary.mkdir()
 
     def write() -> tuple[dict[str, Any], dict[str, Any]]:
-        # First, because json_state may reduce over ranks, which would wait for one that cannot write.
-        states = {part: thing.json_state() for part, thing in parts.items()}
+        # json_state first: it may reduce over ranks, and would wait for a rank that cannot write.
+        states = {part: stateful.json_state() for part, stateful in parts.items()}
         return states, _write_parts(temporary, parts)
 
     def commit() -> None:
@@ -157,8 +157,8 @@ def _write_parts(folder: Path, parts: Mapping[str, Stateful]) -> dict[str, dict[
             f"{folder} does not exist on this machine: --output_dir must be on a disk that all machines share"
         )
     facts = {}
-    for part, thing in parts.items():
-        slices = list(thing.tensor_slices())
+    for part, stateful in parts.items():
+        slices = list(stateful.tensor_slices())
         if slices:
             path = folder / f"{part}-rank-{distributed.rank():05d}.safetensors"
             write_slices(path, slices)
@@ -175,15 +175,15 @@ def _digest(path: Path) -> str:
 def newest_intact(candidates: Sequence[Checkpoint], damages: list[str]) -> Checkpoint | None:
     """The newest checkpoint whose files are all intact; None if there is none.
 
-    Appends messages on newer, damaged ones to `damages`. Every rank must call this.
+    Appends messages about newer, damaged ones to `damages`. Every rank must call this.
     """
     for candidate in candidates:
         # Each rank verifies its share, so that each file is read once.
         share = slice(distributed.rank(), None, distributed.world_size())
-        local_damages = [d for d in distributed.gather_objects(candidate.damaged_file(share)) if d]
-        if not local_damages:
+        gathered = [d for d in distributed.gather_objects(candidate.damaged_file(share)) if d]
+        if not gathered:
             return candidate
-        damages.append(f"checkpoint {candidate.folder}: {local_damages[0]}")
+        damages.append(f"checkpoint {candidate.folder}: {gathered[0]}")
         if distributed.is_main():
             print(f"{damages[-1]}; it is skipped", flush=True)
     return None
@@ -200,9 +200,9 @@ def load_newest(candidates: Sequence[Checkpoint], parts: Mapping[str, Stateful])
         raise ValueError(
             f"{'; '.join(damages)}. No checkpoint can be used; start over with --resume overwrite"
         )
-    for part, thing in parts.items():
+    for part, stateful in parts.items():
         try:
-            thing.load(TensorReader(checkpoint.files(part)), checkpoint.meta["numbers"][part])
+            stateful.load(TensorReader(checkpoint.files(part)), checkpoint.meta["numbers"][part])
         except (KeyError, ValueError) as error:
             raise ValueError(
                 f"checkpoint {checkpoint.folder} does not belong to this run: {part}: {error}"

@@ -298,7 +298,7 @@ def _savable_generation_config(
         except ValueError:
             dropped.append(name)
     if dropped:
-        distributed.say_once(
+        distributed.print_once(
             f"note: generation_config.json of the export omits the base's {', '.join(dropped)}: they have "
             "no effect, and transformers would not save them"
         )
@@ -331,7 +331,7 @@ def save_adapter(
         tokenizer, metadata, needs_own_pad=bool(others), pad_id=pad_id, is_adapter=True
     )
     if others and tokenizer.pad_token_id != pad_id:
-        distributed.say_once(
+        distributed.print_once(
             f"note: PEFT takes PAD from {base}, where it is {pad_id}: load {folder} with num_labels=1, and "
             f"set its config.pad_token_id to {tokenizer.pad_token_id}"
         )

@@ -1,4 +1,4 @@
-"""Earlier runs in --output_dir, and whether this run resumes them."""
+"""The earlier run in --output_dir, and whether this run resumes it."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ def find_run(args: Any, problems: Problems) -> EarlierRun:
     if folder is None or args.resume == "overwrite":
         return EarlierRun()
     if args.resume == "never" or not (folder / ARGS_FILE).is_file():
-        _reject_other_files(folder, problems, ", or give --resume overwrite to replace it")
+        _reject_other_files(folder, problems, ", or use --resume overwrite to replace it")
         return EarlierRun()
     try:
         finished = read_object(folder / FINISHED_FILE, steps=int, exports=list)
@@ -118,11 +118,11 @@ def _reject_other_files(folder: Path, problems: Problems, cure: str = "") -> Non
     left = [p.name for p in left if p.name not in FOREIGN_FILES and p.suffix not in FOREIGN_ENDINGS]
     if left:
         names = ", ".join(left[:3])
-        problems.add(f"--output_dir {folder} holds {names} of an earlier run; choose another folder{cure}")
+        problems.add(f"--output_dir {folder} contains {names} of an earlier run; choose another folder{cure}")
 
 
 def program_of(flags: Mapping[str, Any]) -> str:
-    """The program that has these flags."""
+    """The program to which these flags belong."""
     if "actor_model_name_or_path" in flags:
         return "step3_ppo/main.py"
     return "step2_reward/main.py" if "loss" in flags else "step1_sft/main.py"
@@ -130,7 +130,7 @@ def program_of(flags: Mapping[str, Any]) -> str:
 
 def compare_flags(args: Any, saved: dict[str, Any], origin: str, problems: Problems) -> list[str]:
     """Add a problem for each flag that differs from the saved run's and may not change; return notes on those
-    that may.
+    that may change.
     """
     notes = []
     saved = rename_flags(saved, vars(args))
@@ -156,7 +156,7 @@ def compare_flags(args: Any, saved: dict[str, Any], origin: str, problems: Probl
             notes.append(f"--{flag.name} is {now} from here on; it was {before}")
         else:
             problems.add(
-                f"--{flag.name} {now} differs from the {before} of {origin}, which would be another run; "
-                f"give {before}, another --output_dir, or start over with --resume overwrite"
+                f"--{flag.name} {now} differs from the {before} of {origin} and cannot change on resume; "
+                f"use {before}, another --output_dir, or start over with --resume overwrite"
             )
     return notes

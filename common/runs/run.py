@@ -24,7 +24,7 @@ from common.flags.value_forms import Interval
 from common.models.fingerprint import changed_models, fingerprint
 from common.models.four_bit import whole_shape
 from common.ranks import distributed, watchdog
-from common.ranks.failures import StepRefused, TooManyBadSteps, say
+from common.ranks.failures import StepSkipped, TooManyBadSteps, say
 from common.runs import run_files
 from common.runs.checkpoints import FOLDER, checkpoint_name, checkpoint_order, load_newest, save_checkpoint
 from common.runs.durable_files import (
@@ -246,7 +246,7 @@ class Run(Stateful):
                 raise SaveFailed(text) from error
             self.logger.note(f"warning: {text}; the run continues")
 
-    def record_bad_step(self, step: int, error: StepRefused, position: str = "") -> None:
+    def record_bad_step(self, step: int, error: StepSkipped, position: str = "") -> None:
         """Count a skipped step and write its batch to disk. Every rank must call this, for the same step.
 
         Beyond --max_bad_steps raises TooManyBadSteps, caused by the error, with the state saved as by
@@ -273,7 +273,7 @@ class Run(Stateful):
             write_file(self.folder / run_files.FINISHED_FILE, json.dumps(facts))
 
 
-def _write_batches(path: Path, step: int, error: StepRefused) -> str:
+def _write_batches(path: Path, step: int, error: StepSkipped) -> str:
     """Write this rank's batches as JSON lines, null for NaN and infinity; return their path."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ import torch
 
 from common.data.packed_batch import PackedBatch
 from common.ranks import distributed, watchdog
-from common.ranks.failures import StepRefused
+from common.ranks.failures import StepSkipped
 from step3_ppo.environments import KIND, Environments
 from step3_ppo.rewards.judge_reward import COSTS, JudgeReward
 from step3_ppo.rewards.reward_specs import RewardSpec
@@ -50,7 +50,7 @@ class Scorer:
         return {name: reward for name, reward in self.texts.items() if isinstance(reward, JudgeReward)}
 
     @property
-    def bears_failures(self) -> bool:
+    def tolerates_failures(self) -> bool:
         """Whether a response without a score is tolerated; else its step is skipped."""
         return self.on_error != "refuse"
 
@@ -76,7 +76,7 @@ class Scorer:
         """
         if not self.specs:
             return {}
-        if self.bears_failures:
+        if self.tolerates_failures:
             scores = {
                 n: [torch.where(x.isfinite(), x, torch.nan) for x in tensors] for n, tensors in scores.items()
             }
@@ -89,7 +89,7 @@ class Scorer:
         total = []
         for index in range(num_batches):
             numbers = [(spec.weight, scores[spec.name][index].double().cpu()) for spec in self.specs]
-            if self.bears_failures:
+            if self.tolerates_failures:
                 default = self.default_score if self.on_error == "default" else 0.0
                 numbers = [(weight, torch.where(x.isnan(), default, x)) for weight, x in numbers]
             total.append(sum((weight * x for weight, x in numbers), self.bias).float())
@@ -100,17 +100,17 @@ class Scorer:
     ) -> dict[str, list[float]]:
         """Preferences of each judge for this rank's responses, see `JudgeReward.prefer`.
 
-        Every rank must call this. Raises StepRefused on all of them.
+        Every rank must call this. Raises StepSkipped on all of them.
         """
 
         def compare() -> dict[str, list[float]]:
             try:
                 return {name: judge.prefer(prompts, responses, others) for name, judge in self.judges.items()}
             except RewardError as error:
-                raise StepRefused(str(error)) from error
+                raise StepSkipped(str(error)) from error
 
         with watchdog.phase("the comparison of pairs", clock="reward"):
-            preferences = distributed.run_together(compare, StepRefused)[distributed.rank()]
+            preferences = distributed.run_together(compare, StepSkipped)[distributed.rank()]
         self.gather_costs()
         return preferences
 
@@ -125,13 +125,13 @@ class Scorer:
             for name, number in rank_costs.items():
                 self.costs[name] = self.costs.get(name, 0.0) + number
 
-    def take_costs(self, group: str) -> dict[str, float]:
+    def pop_costs(self, group: str) -> dict[str, float]:
         """Costs of the judges since the last call, under the log names GROUP/NAME_calls, _cached,
         _prompt_tokens, _completion_tokens and _seconds (summed over requests).
         """
-        taken = self.costs
+        costs = self.costs
         self.costs = {}
-        return {f"{group}/{name}": number for name, number in taken.items()}
+        return {f"{group}/{name}": number for name, number in costs.items()}
 
     def has_scores(self, batch: PackedBatch) -> torch.Tensor:
         """Which responses (B,) bool have a score from every reward with a weight."""
@@ -170,7 +170,7 @@ class PendingScores:
         """Scores of all rewards, (B,) fp32 for each batch: {"scores": the weighted sum, "score/NAME": one
         reward's}; {} without rewards. `models` are the Reward roles by name.
 
-        Every rank must call this with the same number of batches. Raises StepRefused, naming the reward, if a
+        Every rank must call this with the same number of batches. Raises StepSkipped, naming the reward, if a
         reward that reads text does not give a finite number per response. If failures are tolerated,
         "score/NAME" is NaN for such a response, which counts as the default, or 0, in the sum; see `counts`.
         """
@@ -179,7 +179,7 @@ class PendingScores:
             scores[KIND] = [batch.numbers(PREFIX + KIND) for batch in self.batches]
         if self._thread or self.scorer.environments:
             with watchdog.phase("the rewards", clock="reward"):
-                distributed.run_together(lambda: scores.update(self._finish()), StepRefused)
+                distributed.run_together(lambda: scores.update(self._finish()), StepSkipped)
         self.scorer.gather_costs()
         return self.scorer.add_up(scores, len(self.batches))
 
@@ -199,11 +199,11 @@ class PendingScores:
     def _finish(self) -> Scores:
         environments = self.scorer.environments
         try:
-            if environments and environments.first_failure and not self.scorer.bears_failures:
+            if environments and environments.first_failure and not self.scorer.tolerates_failures:
                 raise RewardError(environments.first_failure)
             if not self._thread:
                 return {}
             # Rewards on the device are scored here, since a thread would compete with the other roles.
             return self._score_texts(on_device=True) | self._thread.result()
         except RewardError as error:
-            raise StepRefused(str(error)) from error
+            raise StepSkipped(str(error)) from error

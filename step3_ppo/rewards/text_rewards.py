@@ -56,7 +56,7 @@ class TextReward:
     def __init__(self, name: str, args: Any, *, num_threads: int = 1) -> None:
         """`args` are the flags of step 3; `num_threads` batches are scored concurrently."""
         self.name, self.args = name, args
-        self.bears_failures = args.reward_on_error != "refuse"
+        self.tolerates_failures = args.reward_on_error != "refuse"
         self.first_failure = ""  # the first tolerated one; the caller clears it
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name) if num_threads > 1 else None
 
@@ -74,7 +74,7 @@ class TextReward:
         try:
             scores, problem = self.ask(batch)
         except RewardError as error:
-            if isinstance(error, RaisedError) and self.bears_failures and len(batch) > 1:
+            if isinstance(error, RaisedError) and self.tolerates_failures and len(batch) > 1:
                 return [score for one in batch.batches(1) for score in self._score(one)]
             scores = [math.nan] * len(batch)
             problem = str(error)
@@ -85,7 +85,7 @@ class TextReward:
 
     def fail(self, message: str) -> None:
         """Record the first failure if failures are tolerated; otherwise raise RewardError."""
-        if not self.bears_failures:
+        if not self.tolerates_failures:
             raise RewardError(message)
         self.first_failure = self.first_failure or message
 

@@ -358,7 +358,7 @@ def test_output_of_an_earlier_run(place, output):
     for step, changes in ((1, {}), (2, {}), (3, {}), (1, late)):
         done = place.forks.run(step, good_flags(place.tiny, output, step, **changes))
         assert done.code == BAD and snapshot(output) == before
-        assert changes or f"--output_dir {output} holds metrics.jsonl" in done.text()
+        assert changes or f"--output_dir {output} contains metrics.jsonl" in done.text()
         assert changes or "--resume overwrite" in done.text()
     fresh = {"overwrite_output_dir": True, "eval_fraction": 0, "max_train_steps": 1}
     done = place.forks.run(1, good_flags(place.tiny, output, 1, **fresh))

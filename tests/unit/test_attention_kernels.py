@@ -156,7 +156,7 @@ def test_a_kernel_is_chosen_where_it_can_be_used(
 ):
     config = tiny_config(family, 64)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    distributed.say_once.cache_clear()
+    distributed.print_once.cache_clear()
     with pretended_gpu(capability=capability):
         if distribution:
             install_flash_attn(distribution)
@@ -189,7 +189,7 @@ def test_what_no_kernel_computes_is_left_to_torch(kind, with_flash, packed_witho
 
 def test_rows_that_are_padded_in_spite_of_packed_are_told_once(tiny_model_folder, capfd):
     args = SFTArguments(packed=True, dtype="bf16")
-    distributed.say_once.cache_clear()
+    distributed.print_once.cache_clear()
     for family in ("gptj", "gptj", "llama"):
         with pretended_gpu():
             loaded = load_causal_lm(ModelOptions(tiny_model_folder(family), "bf16"), 320)

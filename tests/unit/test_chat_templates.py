@@ -215,7 +215,7 @@ def test_forms_of_text_refuse_what_they_cannot_show(name, tiny_tokenizer):
         ([Message("user", "Hi")], "Yes.", json.dumps([WEATHER]), "tools"),
         ([Message("user", "Hi"), Message("tool", "30")], "Yes.", "", "turns of tool"),
     ):
-        with pytest.raises(BadRow, match=f"{name} cannot show {word}; --template chat may"):
+        with pytest.raises(BadRow, match=f"{name} cannot render {word}; --template chat may"):
             template.segments(prompt, reply, tools=tools)
 
 

@@ -124,7 +124,7 @@ def test_weights_that_stay_quantised_are_refused(save_model, monkeypatch):
     load_weights = loading.load_weights
     monkeypatch.setattr(loading, "load_weights", load_packed)
     for loads in (load, load_value):
-        with pytest.raises(ValueError, match="its weights are quantised .* give the model before"):
+        with pytest.raises(ValueError, match="its weights are quantised .* use the unquantised model"):
             loads(save_model())
 
 

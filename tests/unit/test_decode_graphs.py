@@ -247,10 +247,10 @@ def test_the_host_waits_once_a_look(family, on_tokens, monkeypatch):
 
 def count_prefills(device, monkeypatch):
     """Passes that read 128 prompts of 8 to 103 tokens."""
-    widths, read = [], DecodeStep.read_prompts
+    widths, read = [], DecodeStep.prefill
     monkeypatch.setattr(
         DecodeStep,
-        "read_prompts",
+        "prefill",
         lambda step, ids, *more: widths.append(ids.shape) or read(step, ids, *more),
     )
     mask = torch.arange(103) >= 103 - torch.arange(128)[:, None] * 3 // 4 - 8

@@ -11,7 +11,7 @@ from pretended_gpu import pretended_gpu
 from common.engine import engine_step
 from common.engine.ds_config import build_config, build_engine
 from common.engine.engine_step import Gradients, LossTerm, compute_gradients, take_steps
-from common.ranks.failures import StepRefused
+from common.ranks.failures import StepSkipped
 from common.runs.export import gather_state_dict
 from common.runs.saved_state import EngineState, TensorReader, write_slices
 from step1_sft.arguments import SFTArguments
@@ -151,7 +151,7 @@ def test_rows_without_an_item_make_no_step(stage):
         update_engine(engine, [term(engine)])
     nothing = LossTerm("loss", MICRO_BATCHES, squared_sums(with_them), lambda batch: 0.0)
     for terms in ([nothing], [term(with_them), nothing]):
-        with pytest.raises(StepRefused, match="no token of this step"):
+        with pytest.raises(StepSkipped, match="no token of this step"):
             compute_gradients(with_them, terms)
     assert EngineState(with_them).json_state() == EngineState(without).json_state()
     for _ in range(2):
@@ -271,7 +271,7 @@ def test_a_refused_step_leaves_no_trace(stage, dtype, offload, what):
     spoil, at, message = SPOILERS[what]
     for scale in (1.0, 0.5, 2.0):
         before = disturbed.snapshot()
-        with pytest.raises(StepRefused, match=message) as caught:
+        with pytest.raises(StepSkipped, match=message) as caught:
             both = [beside.gradients(3.0), disturbed.gradients(3.0, spoil, at)]
             take_steps(both if scale < 2.0 else both[::-1])
         assert caught.value.batches == MICRO_BATCHES
@@ -297,7 +297,7 @@ def test_a_refused_step_leaves_no_trace_on_a_gpu(stage, dtype, offload):
 def test_sums_of_gradients_in_fp32_are_dropped_with_a_refused_step(stage, offload):
     more = {"overrides": {"data_types": {"grad_accum_dtype": "fp32"}}}
     clean, disturbed = (Trained(stage, "bf16", offload, **more) for _ in range(2))
-    with pytest.raises(StepRefused):
+    with pytest.raises(StepSkipped):
         take_steps([disturbed.gradients(3.0, spoil_slope, 1)])
     assert take_steps([disturbed.gradients(1.0)]) == take_steps([clean.gradients(1.0)])
     assert_equal_snapshots(disturbed.snapshot(), clean.snapshot())
@@ -339,7 +339,7 @@ def test_what_is_refused_in_fp16_and_that_it_says_nothing_about_the_scale(scale)
     norms = [torch.tensor(math.inf)]
     gradients = Gradients(engine, [LossTerm("loss", [], len, len)], {"loss": 1.0}, math.inf, norms)
     if scale == 1.0:
-        with pytest.raises(StepRefused, match=GRADIENT):
+        with pytest.raises(StepSkipped, match=GRADIENT):
             take_steps([gradients])
     else:
         assert take_steps([gradients]) == [{"loss": 1.0, "grad_norm": math.inf}]
@@ -359,7 +359,7 @@ def test_an_engine_in_fp16_halves_its_scale_and_raises_at_the_lowest(stage):
         batch = torch.tensor([[300.0, 1.0]], dtype=torch.float16, device=weight.device)
         # A finite loss of about 1e5, whose gradient is above fp16's 65,504.
         terms = [LossTerm("loss", [batch], lambda b: (engine(b).float().sum() * 1e3, {}), lambda b: 1.0)]
-        with pytest.raises(StepRefused, match=GRADIENT):
+        with pytest.raises(StepSkipped, match=GRADIENT):
             for _ in range(5):
                 scales.append(engine.optimizer.loss_scaler.cur_scale)
                 assert math.isinf(update_engine(engine, terms)["grad_norm"])

@@ -14,7 +14,7 @@ from test_dialogue import CHAT_JINJA
 from common.data.chat_template import build_template
 from common.data.example import Message
 from common.data.packed_batch import collate_prompts
-from common.ranks.failures import StepRefused
+from common.ranks.failures import StepSkipped
 from examples.own_environment.games import Calculator, HigherOrLower
 from step3_ppo import metrics
 from step3_ppo.environments import KIND, Environments, import_environment, scores_of
@@ -263,7 +263,7 @@ def test_scores_add_up_and_failures_are_handled_as_those_of_other_rewards(on_err
     environments.first_failure = "environment m:C, row rows:7, turn 1: step raised ValueError"
     batch = batch.with_numbers(PREFIX + KIND, torch.tensor([1.0, math.nan, 3.0]))
     if on_error == "refuse":
-        with pytest.raises(StepRefused, match="row rows:7, turn 1: step raised ValueError"):
+        with pytest.raises(StepSkipped, match="row rows:7, turn 1: step raised ValueError"):
             scores.start([batch], {}).wait(models)
         return
     found = scores.start([batch], {}).wait(models)

@@ -20,7 +20,7 @@ from common.ranks import watchdog
 from common.ranks.step_costs import StepCosts
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.checks import check_evaluation
-from step3_ppo.evaluation import Evaluation, choose_prompts, compare, judge, measure
+from step3_ppo.evaluation import Evaluation, compare, gather_results, measure, select_eval_prompts
 from step3_ppo.main import evaluate_and_export
 from step3_ppo.metrics import response_rows
 from step3_ppo.rewards.reward_specs import parse_rewards
@@ -94,7 +94,7 @@ def choose(tmp_path, tiny_tokenizer):
             [path], 3, "0,0,1", eval_fraction=args.eval_fraction, cache_dir=str(tmp_path / "cache")
         )
         data = build_data(options, template)
-        rows, told = choose_prompts(args, options, data, template)
+        rows, told = select_eval_prompts(args, options, data, template)
         texts = [row["prompt_text"].split("Human: ")[1].split("?")[0] for row in rows]
         return {row["prompt_text"] for row in data.train}, rows, texts, told
 
@@ -114,14 +114,14 @@ def test_prompts_of_ones_own_are_used_whole_but_for_those_that_are_trained_on(ch
     own = write(tmp_path / "own.jsonl", ["another one?", "question 3?", "a third one?"])
     _, _, texts, told = choose(eval_data_path=[own])
     assert sorted(texts) == ["a third one", "another one"]
-    assert told == "evaluation: 2 of 3 --eval_data_path's prompts"
+    assert told == "evaluation: 2 of 3 prompts of --eval_data_path"
     taken = write(tmp_path / "taken.jsonl", ["question 3?"])
-    with pytest.raises(ValueError, match="not trained on, but none of the 1 --eval_data_path's ones is left"):
+    with pytest.raises(ValueError, match="not trained on, but 0 of 1 prompts of --eval_data_path are left"):
         choose(eval_data_path=[taken])
 
 
 def test_an_evaluation_that_is_asked_for_needs_prompts(choose):
-    with pytest.raises(ValueError, match="--keep_best .* raise --eval_fraction 0.0, or name"):
+    with pytest.raises(ValueError, match="--keep_best .* raise --eval_fraction 0.0, or use others"):
         choose(keep_best="eval/score")
 
 
@@ -164,9 +164,9 @@ def test_when_it_is_due():
     assert due(eval_interval=Interval("epoch")) == [0, 3, 6, 9, 10]
 
 
-def test_answers_are_judged_in_the_order_of_the_sample_ids():
-    judged = judge(scored_batch().select([2, 0, 1]), torch.tensor([3.0, 1.0, float("nan")]))
-    assert judged["scores"] == [1.0, None, 3.0] and len(set(judged["answers"])) == 3
+def test_results_are_in_the_order_of_the_sample_ids():
+    results = gather_results(scored_batch().select([2, 0, 1]), torch.tensor([3.0, 1.0, float("nan")]))
+    assert results["scores"] == [1.0, None, 3.0] and len(set(results["answers"])) == 3
 
 
 def test_what_is_the_best_so_far():
@@ -182,7 +182,7 @@ def test_what_a_reward_samples_is_not_missing_in_the_training(monkeypatch):
     def sample_all(*_):
         raise ValueError(random.random() + numpy.random.rand() + float(torch.rand(())))
 
-    monkeypatch.setattr(Evaluation, "_answer", sample_all)
+    monkeypatch.setattr(Evaluation, "_sample", sample_all)
     found = []
     for is_evaluated in (True, False):
         random.seed(1), numpy.random.seed(1), torch.manual_seed(1)

@@ -187,7 +187,7 @@ def test_find_run_ignores_what_a_kill_left_at_the_start(tmp_path):
 
 def test_find_run_rejects_a_folder_with_other_files(run):
     _, (problem,) = find(f"--output_dir {run} --resume never")
-    assert problem.startswith(f"--output_dir {run} holds ")
+    assert problem.startswith(f"--output_dir {run} contains ")
     (run / "args.json").unlink()  # some folder, and no run's
     earlier, (problem,) = find(f"--output_dir {run}")
     assert "--resume overwrite to replace it" in problem and not names(earlier)
@@ -236,7 +236,7 @@ def compare(now: str, before: dict) -> tuple[list[str], list[str]]:
 def test_compare_flags_rejects_changed_hyperparameters_with_both_values():
     notes, problems = compare("--learning_rate 1e-3 --seed 5", flags_of("--learning_rate 2e-3 --seed 4"))
     rate, seed = sorted(problems)
-    expected = "--learning_rate 0.001 differs from the 0.002 of ORIGIN, which would be another run; give"
+    expected = "--learning_rate 0.001 differs from the 0.002 of ORIGIN and cannot change on resume; use"
     assert rate.startswith(f"{expected} 0.002") and "--resume overwrite" in rate and not notes
     assert seed.startswith("--seed 5 differs from the 4 of ORIGIN")
 

@@ -154,10 +154,10 @@ def test_samples_of_a_prompt_share_its_prefill(num_slots, tiny_model_folder, mon
     apart = generate(
         model, ids.repeat_interleave(each, 0), mask.repeat_interleave(each, 0), sample_ids, options(seed=9)
     )
-    num_read, read = [], DecodeStep.read_prompts
+    num_read, read = [], DecodeStep.prefill
     monkeypatch.setattr(
         DecodeStep,
-        "read_prompts",
+        "prefill",
         lambda step, ids, *more: num_read.append(len(ids)) or read(step, ids, *more),
     )
     together = Generator(model, num_slots=num_slots).generate(
@@ -206,8 +206,8 @@ _LLAMA4 |= {
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (tiny_config("gpt_neo", 64), "local layers see 8 tokens"),
-        (Llama4TextConfig(**_LLAMA4, floor_scale=9), "layers without rotary positions are unscaled for 8"),
+        (tiny_config("gpt_neo", 64), "local layers are exact up to 8"),
+        (Llama4TextConfig(**_LLAMA4, floor_scale=9), "layers without rotary positions are exact up to 8"),
     ],
     ids=["gpt_neo", "llama4"],
 )

@@ -48,7 +48,7 @@ def global_rows(rows: int, accumulation: int, world_size: int, **more) -> list[l
     for rank in range(world_size):
         with as_rank(rank, world_size):
             batches = build_batches(ROWS, RowPlan(rows, accumulation), **more)
-            batches.num_taken = len(batches)  # the second epoch
+            batches.num_steps = len(batches)  # the second epoch
             for step in range(len(batches)):
                 if rank == 0:
                     steps.append([[]] * (accumulation * world_size))
@@ -71,10 +71,10 @@ def test_global_batches_differ_by_epoch_and_resume_inside_one():
     batches = build_batches(ROWS, RowPlan(8))
     steps = [next(batches) for _ in range(12)]
     assert len(batches) == 6 and steps[:6] != steps[6:]
-    for num_taken in (0, 1, 5, 6, 11):
-        batches.num_taken = num_taken
-        assert [next(batches) for _ in range(num_taken, 12)] == steps[num_taken:]
-        assert batches.num_taken == 12
+    for num_steps in (0, 1, 5, 6, 11):
+        batches.num_steps = num_steps
+        assert [next(batches) for _ in range(num_steps, 12)] == steps[num_steps:]
+        assert batches.num_steps == 12
 
 
 def test_grouping_by_length_brings_like_rows_together_in_mixed_order():

@@ -96,7 +96,7 @@ def test_a_section_of_ds_config_is_refused_with_the_flags_in_its_place(tmp_path)
     path = tmp_path / "ds.json"
     path.write_text('{"hybrid_engine": {"enabled": true}, "zero_optimization": {}}')
     with pytest.raises(
-        ValueError, match="section hybrid_engine is not used; .* give --enable_hybrid_engine, --infer"
+        ValueError, match="section hybrid_engine is not used; .* use --enable_hybrid_engine, --infer"
     ):
         load_overrides(parse(f"--ds_config {path}"))
 

@@ -159,13 +159,13 @@ def test_costs_are_gathered_and_logged_once(judge_of):
     scores.gather_costs()
     judge.score(ANSWERS)
     scores.gather_costs()
-    logged = scores.take_costs("reward")
+    logged = scores.pop_costs("reward")
     assert logged.pop("reward/judge_seconds") > 0
     assert logged == {
         "reward/judge_calls": 3, "reward/judge_cached": 5,
         "reward/judge_prompt_tokens": 21, "reward/judge_completion_tokens": 9,
     }  # fmt: skip
-    assert scores.take_costs("reward") == {}
+    assert scores.pop_costs("reward") == {}
 
 
 def test_answers_are_judged_side_by_side(server, judge_of):

@@ -49,7 +49,7 @@ def save_model(tmp_path):
 
 @pytest.mark.parametrize("family", [*STACKED, "llama"])
 def test_a_line_says_which_share_the_adapters_reach(family, save_model, capfd):
-    distributed.say_once.cache_clear()  # another test may have had the same model
+    distributed.print_once.cache_clear()  # another test may have had the same model
     model = adapted(save_model(family))
     said = capfd.readouterr().err
     layers = [m for name, m in model.named_modules() if name.endswith(".base_layer")]

@@ -150,7 +150,7 @@ ONE = torch.ones(1)
         ),
         (
             lambda: PackedBatch.build("ab", {"x": [ONE, ONE.long()]}),
-            "key 'x': one kind of sequences is needed",
+            "key 'x': sequences must be of one kind",
         ),
         (lambda: example().select([0, 0]), "an id occurs twice"),
         (lambda: example().pad("z"), "key 'z' is not among ['prompt', 'response']"),

@@ -10,7 +10,7 @@ from common.data.packed_batch import PackedBatch, collate_texts
 from common.engine.ds_config import build_config, build_engine
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.policy_model import PolicyModel, compute_nll_sum
-from common.ranks.failures import StepRefused
+from common.ranks.failures import StepSkipped
 from step1_sft.arguments import SFTArguments
 from step3_ppo import ppo_losses
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults
@@ -120,7 +120,7 @@ def test_a_gap_above_the_bound_makes_no_step(linear_losses):
     losses, engine, batches = linear_losses(unsup_step="own")
     losses.gap = 2e-3
     with pytest.raises(
-        StepRefused, match="differ by 0.002 nats per token.* strict allows 0.001; --old"
+        StepSkipped, match="differ by 0.002 nats per token.* strict allows 0.001; --old"
     ) as refused:
         losses.update(batches, max_gap=1e-3)
     assert engine.module.weight.tolist() == START and refused.value.batches == batches

@@ -8,7 +8,7 @@ import torch
 from right_or_wrong import close
 from rollout_batches import make_batch, make_rollout_batch
 
-from common.ranks.failures import StepRefused
+from common.ranks.failures import StepSkipped
 from step3_ppo.algorithms import ALGORITHMS, fill_defaults
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.hooks import HOOKS, register_hook
@@ -54,7 +54,7 @@ def open_trainer(**flags):
     def update(what, max_gap=None):
         asked.append((*what, max_gap))
         if fails and what[0] in fails:
-            raise StepRefused("no")
+            raise StepSkipped("no")
         return {"policy/approx_kl": 0.0} if max_gap else {"policy/unsup_loss": 1.0}
 
     fails = []
@@ -280,7 +280,7 @@ def test_the_pass_for_prox_is_spared_where_versions_are_equal(sampled_at, recomp
     args = fill_defaults(PPOArguments(rollout_correction="tis", correction_high=1.2, **lengths), algorithm)
     trainer = make_trainer(args, algorithm, rollout)
     if is_spared is None:
-        with pytest.raises(AssertionError, match="step 5 has tokens of a policy that has made 5 steps"):
+        with pytest.raises(AssertionError, match="step 5 has tokens of a policy that has taken 5 steps"):
             trainer.add_advantages(5, batch)
         return
     args.prox_logprobs = "loglinear"

@@ -10,10 +10,10 @@ import pytest
 import torch
 from rollout_batches import make_rollout_batch
 
-from common.ranks.failures import StepRefused
+from common.ranks.failures import StepSkipped
 from step3_ppo.algorithms import ALGORITHMS
 from step3_ppo.arguments import PPOArguments
-from step3_ppo.evaluation import compare, judge, measure
+from step3_ppo.evaluation import compare, gather_results, measure
 from step3_ppo.metrics import summarise_scores
 from step3_ppo.ppo_losses import PPOLosses
 from step3_ppo.ppo_math import KLController, constant_groups
@@ -67,7 +67,7 @@ def test_a_models_nan_is_a_failure_and_one_of_a_reward_without_weight_masks_nobo
     assert scores_of("mask", texts=[1.0] * 4, model=[0.0, 0.0, math.inf, 0.0])[0].first_failure == (
         "reward model returned NaN or infinity"
     )
-    with pytest.raises(StepRefused, match="function_f, for a batch of 4 .*gave 'None'"):
+    with pytest.raises(StepSkipped, match="function_f, for a batch of 4 .*gave 'None'"):
         scores_of("refuse", texts=texts)
 
 
@@ -83,10 +83,10 @@ def test_a_failure_of_another_rank_is_told_where_there_is_none_of_this_one(monke
 def test_held_out_answers_without_a_score_are_in_no_mean_and_tie():
     scores, batch = scores_of("mask", texts=[1.0, None, 2.0, math.nan], weights=(1.0, 0.0))
     shown = torch.where(scores.counts(batch), batch.numbers("scores"), math.nan)
-    judged = judge(batch, shown)
-    assert judged["scores"] == [1.0, None, 2.0, None]
+    results = gather_results(batch, shown)
+    assert results["scores"] == [1.0, None, 2.0, None]
     before = {"scores": [0.0, 5.0, None, None], "answers": ["another"] * 4}
-    assert compare(judged, before)["eval/win_rate"] == (1 + 0.5 + 0.5 + 0.5) / 4
+    assert compare(results, before)["eval/win_rate"] == (1 + 0.5 + 0.5 + 0.5) / 4
     kept = batch.select(scores.counts(batch).nonzero()[:, 0])
     assert measure(kept, [])["eval/score"] == 1.5
     assert measure(batch, [])["eval/score_function_f"] == 1.5

@@ -26,7 +26,7 @@ from common.models.offloaded_weights import OffloadedWeights
 from common.models.output_head import SamplingMask
 from common.models.policy_model import PolicyModel
 from common.ranks import distributed
-from common.ranks.failures import StepRefused
+from common.ranks.failures import StepSkipped
 from step1_sft.arguments import SFTArguments
 from step3_ppo.algorithms import ALGORITHMS, add_ppo_advantages, fill_defaults
 from step3_ppo.arguments import PPOArguments
@@ -101,7 +101,7 @@ def build(
 class EndlessPrompts:
     """The same three prompts every time."""
 
-    num_taken, order = 0, SimpleNamespace(global_rows=3)
+    num_steps, order = 0, SimpleNamespace(global_rows=3)
 
     def __next__(self):
         rows = []
@@ -109,7 +109,7 @@ class EndlessPrompts:
             texts = {"row_id": f"file:{i}", "prompt_text": f"prompt {i}", "fields": f'{{"answer": {i}}}'}
             texts["messages"] = json.dumps([{"role": "user", "content": f"prompt {i}"}])
             rows.append({"prompt_ids": ids} | texts)
-        self.num_taken += 1
+        self.num_steps += 1
         return [collate_prompts(rows)]
 
 
@@ -229,7 +229,7 @@ def test_groups_of_one_score_are_replaced_by_groups_of_further_prompts(num_ranks
     scores = {0: 1, 1: 1, 2: 0, 3: 1, 4: 2, 5: 2, 6: 7, 7: 7, 8: 0, 9: 1, 10: 5, 11: 6}
     rollout, prompts = build(scores.__getitem__, rounds=3), EndlessPrompts()
     batch = rollout.collect(prompts, 0)
-    assert batch.ids == (2, 3, 8, 9, 10, 11) and prompts.num_taken == 2
+    assert batch.ids == (2, 3, 8, 9, 10, 11) and prompts.num_steps == 2
     assert rollout.refilled_fraction == pytest.approx(4 / 6 / num_ranks)
 
 
@@ -243,7 +243,7 @@ def test_a_group_whose_other_answer_has_no_score_is_replaced():
 def test_after_the_last_round_a_group_of_one_score_stays():
     rollout, prompts = build(lambda sample: 1.0 if sample < 12 else sample, rounds=1), EndlessPrompts()
     batch = rollout.collect(prompts, 0)
-    assert batch.ids == tuple(range(6)) and prompts.num_taken == 2 and rollout.refilled_fraction == 0
+    assert batch.ids == tuple(range(6)) and prompts.num_steps == 2 and rollout.refilled_fraction == 0
 
 
 def test_texts_and_row_fields_reach_the_rewards_that_read_them():
@@ -270,7 +270,7 @@ def test_a_failing_reward_is_told_on_every_rank(monkeypatch):
     text = SimpleNamespace(score=lambda answers: [0.0] * len(answers), is_on_device=False)
     rollout = build(texts=text)
     batches = [make_rollout_batch([0, 1], [1, 1], [2, 1], num_samples=2)]
-    with pytest.raises(StepRefused, match="gave nothing"):
+    with pytest.raises(StepSkipped, match="gave nothing"):
         rollout.scores.start(batches, {0: ("p", {})}).wait(rollout.roles.rewards)
 
 

@@ -59,6 +59,6 @@ def test_two_ranks_answer_each_prompt_of_an_evaluation_once(monkeypatch):
 
         monkeypatch.setattr(rollout, "score", score)
         with as_rank(rank, 2):
-            batch = Evaluation(rollout.args, rollout, None, rows, 1)._answer(0)
+            batch = Evaluation(rollout.args, rollout, None, rows, 1)._sample(0)
         found |= dict(zip(batch.ids, [ids.tolist() for ids in batch.sequences("prompt_ids")], strict=True))
     assert found == {FIRST_NUMBER + i: [6, 7, 8 + i] for i in range(5)} and num_scored == [3, 3]

@@ -19,7 +19,7 @@ from common.data.stage_datasets import StageData
 from common.data.token_cache import DataReport
 from common.flags.value_forms import Interval
 from common.ranks import distributed
-from common.ranks.failures import StepRefused, TooManyBadSteps
+from common.ranks.failures import StepSkipped, TooManyBadSteps
 from common.runs import run as run_module
 from common.runs.checkpoints import find_checkpoints
 from common.runs.resume import EarlierRun
@@ -53,7 +53,7 @@ def metrics(folder) -> list[tuple[int, int]]:
 
 
 def test_run_counts_refused_steps_and_ends_beyond_max_bad_steps(tmp_path, capsys):
-    run, errors = build(tmp_path, most=2), [StepRefused(f"loss {i} is NaN") for i in range(3)]
+    run, errors = build(tmp_path, most=2), [StepSkipped(f"loss {i} is NaN") for i in range(3)]
     run.record_bad_step(4, errors[0])
     run.record_bad_step(7, errors[1])
     with pytest.raises(TooManyBadSteps, match="loss 2 is NaN\nskipped 3 steps, --max_bad_steps allows 2"):
@@ -69,12 +69,12 @@ def test_run_counts_refused_steps_and_ends_beyond_max_bad_steps(tmp_path, capsys
 
 def test_run_restores_its_counters_from_a_checkpoint(tmp_path):
     first, second = build(tmp_path, most=1), build(tmp_path, most=1)
-    first.record_bad_step(1, StepRefused("no"))
+    first.record_bad_step(1, StepSkipped("no"))
     first.step, first.num_updates = 9, 5  # several a step, but none in some
     second.load(TensorReader([]), first.json_state())
     assert second.num_updates == 5
     with pytest.raises(TooManyBadSteps, match="skipped 2 steps"):
-        second.record_bad_step(2, StepRefused("no"))
+        second.record_bad_step(2, StepSkipped("no"))
 
 
 def test_run_resumed_elsewhere_saves_the_loaded_state_there(tmp_path, monkeypatch):
@@ -84,7 +84,7 @@ def test_run_resumed_elsewhere_saves_the_loaded_state_there(tmp_path, monkeypatc
         run = build(tmp_path / name, 0, earlier)
         run.begin()
         with pytest.raises(TooManyBadSteps):
-            run.record_bad_step(0, StepRefused("no"))
+            run.record_bad_step(0, StepSkipped("no"))
         found, _ = find_checkpoints(tmp_path / name)
         assert [checkpoint.folder.name for checkpoint in found] == ["step-000000"]
         earlier = EarlierRun(found, is_elsewhere=True)
@@ -98,7 +98,7 @@ def test_run_writes_the_batch_of_a_refused_step(tmp_path, monkeypatch):
     }
     first = PackedBatch.build(("a", "b"), columns).with_texts(ROW_IDS, ["f:1", "ä:2"])
     second = PackedBatch.build(("c",), {"ids": [torch.tensor([5, 6])]})
-    build(tmp_path).record_bad_step(12, StepRefused("why", [first, second]))
+    build(tmp_path).record_bad_step(12, StepSkipped("why", [first, second]))
     (file,) = (tmp_path / "bad_batches").iterdir()
     assert file.name == "step-000012-001-rank-00003.jsonl"
     head, a, b, c = rows_of(file)
@@ -113,7 +113,7 @@ def test_run_writes_refused_batches_of_every_kind_with_row_ids(tmp_path):
     row = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "row_id": "r"}
     pair = {"chosen_response_start": 1, "rejected_response_start": 1, "margin": 1.5, "row_id": "p"}
     pair |= {"chosen_ids": [1, 2, 3], "rejected_ids": [1, 4]}
-    build(tmp_path).record_bad_step(1, StepRefused("no", [collate_sft([row]), collate_pairs([pair])]))
+    build(tmp_path).record_bad_step(1, StepSkipped("no", [collate_sft([row]), collate_pairs([pair])]))
     (file,) = (tmp_path / "bad_batches").iterdir()
     assert [written["id"] for written in rows_of(file)[1:]] == ["(0, 'r')", "(0, 'p')"]
 
@@ -122,7 +122,7 @@ def test_run_reports_a_refused_batch_that_cannot_be_written(tmp_path, capsys):
     run = build(tmp_path)
     batch = PackedBatch.build(range(50), {"ids": list(torch.arange(5000).view(50, 100))})
     with files_up_to(6000):
-        run.record_bad_step(1, StepRefused("no", [batch]))
+        run.record_bad_step(1, StepSkipped("no", [batch]))
     assert "its batch could not be written to" in capsys.readouterr().out
 
 

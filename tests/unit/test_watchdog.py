@@ -163,17 +163,17 @@ def test_failure_detector_reports_a_dead_process(world):
 def test_failure_detector_reports_a_rank_that_exits_early(world, monkeypatch):
     """With an exit code it ends the others, which have time to follow; without one it waits for them."""
     monkeypatch.setattr(failure_detector, "EXIT_SECONDS", 0.3)
-    waiting = threading.Thread(target=world.ranks[0].say_goodbye, args=(0, ""), daemon=True)
+    waiting = threading.Thread(target=world.ranks[0].shut_down, args=(0, ""), daemon=True)
     waiting.start()
     waiting.join(0.6)
     assert waiting.is_alive()
-    world.ranks[1].say_goodbye(2, "no such file")
+    world.ranks[1].shut_down(2, "no such file")
     words = "rank 1 left before the others, with exit code 2, at step 3 in the rollout: no such file"
     assert text_of(world.wait(0)) == words
 
 
 def test_failure_detector_ignores_ranks_that_exit_together(world):
-    leaving = [threading.Thread(target=d.say_goodbye, args=(2, "no such file")) for d in world.ranks]
+    leaving = [threading.Thread(target=d.shut_down, args=(2, "no such file")) for d in world.ranks]
     for thread in leaving:
         thread.start()
     for thread in leaving:
