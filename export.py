@@ -4,6 +4,7 @@
     python export.py output/ppo/checkpoints/step-000200 --output output/ppo-200
     python export.py output/ppo --output output/ppo-average --what ema     (the newest checkpoint of a run)
     python export.py output/ppo --output output/chat --push_to_hub OWNER/NAME --private
+    python export.py OLD --output NEW       (OLD: a model that DeepSpeed-Chat saved)
 
 Runs in one process on the CPU, whatever the run used. The model that the run started from must still be at
 the same path; the data are not needed.
@@ -12,6 +13,7 @@ the same path; the data are not needed.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,15 @@ import torch
 from huggingface_hub import HfApi
 from torch import nn
 
-from common.data.tokenizer import num_token_ids
+from common.data.tokenizer import load_tokenizer, num_token_ids
 from common.flags.args import REQUIRED, Problems, flag, parse_args
+from common.models.deepspeed_chat import (
+    is_reward_model,
+    is_saved_by_it,
+    load_base_tokenizer,
+    read_model,
+    write_weights,
+)
 from common.models.fingerprint import changed_models, fingerprint
 from common.models.loading import plain_model
 from common.models.policy_model import language_model
@@ -41,6 +50,8 @@ FLAGS = {
     "step2_reward/main.py": RewardArguments,
     "step3_ppo/main.py": PPOArguments,
 }
+ITS_TEMPLATE = "one_line"  # of DeepSpeed-Chat
+LAYOUTS = {"transformers": None, "deepspeed_chat": write_weights}
 
 
 @dataclass
@@ -56,6 +67,9 @@ class CheckpointExportArguments:
         "model",
         "export the model (LoRA merged), only its adapter, or from step 3 the EMA model or the critic",
         choices=("model", "adapter", "ema", "critic"),
+    )
+    layout: str = flag(
+        "transformers", "form of the files; deepspeed_chat: its programs load them", choices=tuple(LAYOUTS)
     )
     license: str = flag("", "licence in the model card, such as apache-2.0")
     push_to_hub: str = flag(
@@ -122,6 +136,20 @@ def build_metadata(args: Any, what: str, state: dict[str, Any]) -> dict[str, Any
     return {"step": kind, "num_steps": step} | form | training_loop.facts_at(step, facts)
 
 
+def check_output(args: CheckpointExportArguments, problems: Problems) -> None:
+    """Exit, with all problems so far, unless the output and the repository are new."""
+    folder = Path(args.output)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        problems.add(f"--output {folder} exists; give a new folder")
+    problems.add_if(
+        args.what == "adapter" and args.layout != "transformers",
+        f"--layout {args.layout} has no adapters; use --what model",
+    )
+    if args.push_to_hub:
+        check_repository(args.push_to_hub, problems)
+    problems.exit_if_any()
+
+
 def check(
     args: CheckpointExportArguments, checkpoint: Checkpoint, flags: Any, part: str, problems: Problems
 ) -> Any:
@@ -132,12 +160,7 @@ def check(
     if args.what == "adapter" and not (has_lora and flags.only_optimize_lora):
         what = f"the run of {checkpoint.folder} had no LoRA, or trained more (--only_optimize_lora false)"
         problems.add(f"--what adapter: {what}; use --what model")
-    folder = Path(args.output)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        problems.add(f"--output {folder} exists; give a new folder")
-    if args.push_to_hub:
-        check_repository(args.push_to_hub, problems)
-    problems.exit_if_any()
+    check_output(args, problems)
     origins = origins_of(flags, part)
     for flag_name in origins:
         path = getattr(flags, flag_name.removeprefix("--"))
@@ -161,6 +184,21 @@ def check_repository(name: str, problems: Problems) -> None:
         problems.add(f"{flag_text}: {first_line(error)}; run `hf auth login` or set HF_TOKEN, then try again")
         return
     problems.add_if(exists, f"{flag_text} exists already; give a new name, or upload with `hf upload`")
+
+
+def convert(args: CheckpointExportArguments, problems: Problems) -> None:
+    """Export a model that DeepSpeed-Chat saved: an actor, or a reward model or critic as a classifier."""
+    folder = Path(args.checkpoint)
+    check_output(args, problems)
+    with startup.as_problem(problems):
+        load = partial(load_tokenizer, flag="--checkpoint")
+        tokenizer = load_base_tokenizer(folder, load) or load(folder)
+        model = read_model(folder)
+        model.num_exported_rows = 0  # no more rows than there are tokens
+    is_scorer = is_reward_model(folder)
+    metadata = {"step": ("sft", "reward")[is_scorer], "template": ITS_TEMPLATE}
+    save_export(args.output, model, tokenizer, metadata=metadata, needs_own_pad=is_scorer)
+    print(f"saved {args.output}: {type(model).__name__} of {folder}, --template {ITS_TEMPLATE}")
 
 
 def upload(args: CheckpointExportArguments) -> None:
@@ -187,6 +225,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         leading="checkpoint",
     )
     problems.exit_if_any()
+    if is_saved_by_it(args.checkpoint):
+        convert(args, problems)
+        return
     checkpoints, damages = find_checkpoints(Path(args.checkpoint))
     checkpoint = newest_intact(checkpoints, damages)
     problems.add_if(checkpoint is None, f"{args.checkpoint}: {'; '.join(damages) or 'it has no checkpoint'}")
@@ -215,7 +256,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.what == "adapter":
         save_adapter(args.output, model, tokenizer, metadata=metadata, run=run)
     else:
-        save_export(args.output, model, tokenizer, metadata=metadata, needs_own_pad=is_scorer, run=run)
+        save_export(
+            args.output,
+            model,
+            tokenizer,
+            metadata=metadata,
+            needs_own_pad=is_scorer,
+            run=run,
+            finish=LAYOUTS[args.layout],
+        )
     print(f"saved {args.output}: {args.what} of {checkpoint.folder}, {type(plain_model(model)).__name__}")
     if args.push_to_hub:
         upload(args)

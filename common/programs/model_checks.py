@@ -1,6 +1,7 @@
 """Configuration and tokenizer of a model, checked before its weights are loaded."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import (
 from common.data.tokenizer import load_tokenizer, num_token_ids
 from common.flags.args import Problems
 from common.flags.problems import has_hub_form
+from common.models.deepspeed_chat import is_reward_model, load_base_tokenizer
 from common.models.family_probe import probe_family
 from common.models.loading import length_limit
 from common.models.lora import adapted_model_targets
@@ -33,6 +35,12 @@ def check_model(
     if not name_or_path:
         return None
     folder = Path(name_or_path)
+    if is_reward_model(folder):
+        problems.add(
+            f"{flag} {folder} is a reward model in DeepSpeed-Chat's form: run python export.py {folder} "
+            "--output NEW, then give NEW"
+        )
+        return None
     if closed := _closed_path(folder):
         problems.add(f"{flag} {closed} cannot be read by this user; its owner can run chmod -R a+rX {folder}")
         return None
@@ -82,14 +90,15 @@ def check_tokenizer(
     """The tokenizer with EOS and PAD set, or None after adding its problem."""
     if not name_or_path:
         return None
+    load = partial(
+        load_tokenizer,
+        eot_token=args.eot_token or None,
+        add_eot_token=args.add_eot_token,
+        trust_remote_code=args.trust_remote_code,
+        flag=flag,
+    )
     with problems.catch():
-        return load_tokenizer(
-            tokenizer_of(name_or_path),
-            eot_token=args.eot_token or None,
-            add_eot_token=args.add_eot_token,
-            trust_remote_code=args.trust_remote_code,
-            flag=flag,
-        )
+        return load_base_tokenizer(name_or_path, load) or load(tokenizer_of(name_or_path))
     return None
 
 

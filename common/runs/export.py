@@ -74,6 +74,7 @@ def save_export(
     metadata: dict[str, Any] | None = None,
     needs_own_pad: bool = False,
     run: Path | None = None,
+    finish: Callable[[Path], None] | None = None,
 ) -> None:
     """Write model, tokenizer and model card to `folder`, replacing it only once the new one is complete.
 
@@ -81,6 +82,7 @@ def save_export(
     (template, step, held-out metrics), which chat.py and step 3 read; its template becomes the tokenizer's
     chat template. `needs_own_pad`: the model is a classifier, see `_prepare_tokenizer`. Existing token ids do
     not change. The card comes from the files of the run in `run`, by default the folder around `folder`.
+    `finish` changes the written files before they replace the earlier ones.
     Every rank must call this. Raises SaveFailed.
     """
     plain = plain_model(model)
@@ -92,6 +94,8 @@ def save_export(
     def fill(new: Path) -> None:
         with weights_saved_by(partial(_save_weights, header_facts(run or Path(folder).parent, metadata))):
             _write_model(plain, state, tokenizer, new, changes)
+        if finish:
+            finish(new)
 
     _replace(Path(folder), fill, tokenizer, metadata, run)
 

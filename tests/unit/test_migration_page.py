@@ -7,17 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tiny_configs import tiny_config
-from transformers import AutoModel
 
 import train
 from chat import ChatArguments
 from common.flags.args import Problems, parse_args
 from common.flags.other_names import IGNORED, OLDER_NAMES, SWITCHES
 from common.flags.problems import no_effect_notes
-from common.models.loading import ModelOptions
-from common.models.value_model import has_saved_head, load_value_model
 from serving.prompt_eval import PromptEvalArguments
 from step1_sft.arguments import SFTArguments
 from step2_reward.arguments import RewardArguments, RewardEvalArguments
@@ -115,26 +110,3 @@ def test_a_flag_means_what_the_page_says_as_their_scripts_write_it(flag, program
         assert [s.removesuffix(".0") for s in shown] == [m.removesuffix(".0") for m in meant] or float(
             shown[0]
         ) == float(meant[0])
-
-
-def test_an_old_reward_model_is_renamed_by_the_pages_own_lines(tmp_path, monkeypatch, tiny_tokenizer):
-    monkeypatch.chdir(tmp_path)
-    for family in ("opt", "llama"):
-        torch.manual_seed(0)
-        config = tiny_config(family, len(tiny_tokenizer))
-        backbone, head = AutoModel.from_config(config), torch.randn(1, 32)
-        backbone.resize_token_embeddings(328)  # to a multiple of 8
-        backbone.config.save_pretrained(tmp_path / "deepspeed_chat_reward")
-        tiny_tokenizer.save_pretrained(tmp_path / "deepspeed_chat_reward")
-        theirs = {f"rwtransformer.{name}": weight for name, weight in backbone.state_dict().items()}
-        torch.save(theirs | {"v_head.weight": head}, tmp_path / "deepspeed_chat_reward/pytorch_model.bin")
-        code = PAGE.split("```python\n")[1].split("```")[0]
-        exec(compile(code, "docs/migration.md", "exec"), {})
-        assert has_saved_head("output/reward/export")
-        value_model = load_value_model(ModelOptions("output/reward/export"), len(tiny_tokenizer))
-        ids = torch.arange(1, 9)[None]
-        hidden = backbone.eval()(input_ids=ids).last_hidden_state
-        score = value_model.eval().classifier.score(
-            value_model.classifier.base_model(input_ids=ids).last_hidden_state
-        )
-        torch.testing.assert_close(score, hidden @ head.T, rtol=1e-5, atol=1e-6)

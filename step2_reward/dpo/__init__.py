@@ -1,0 +1,1 @@
+"""DPO under a program name of its own."""
