@@ -33,7 +33,8 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from benchmarks.measuring import begin, print_result, print_table
 from benchmarks.workload import TINY, small_llama_config
-from common.data.packed_batch import PackedBatch, collate_pairs, collate_sft
+from common.data.collators import collate_pairs, collate_sft
+from common.data.packed_batch import PackedBatch
 from common.engine.ds_config import build_config, build_engine
 from common.engine.engine_step import take_steps
 from common.generation.decode import SamplingOptions

@@ -40,8 +40,8 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.measuring import PeakShares, Peer, begin, print_rates, print_result, take_turns
 from benchmarks.workload import ppo_prompts, save_models, size_of, sizes_here
+from common.data.collators import collate_prompts
 from common.data.global_batches import GlobalBatches, RowPlan
-from common.data.packed_batch import collate_prompts
 from common.data.stage_datasets import StageData
 from common.data.token_cache import DataReport
 from common.runs.run import Run

@@ -34,8 +34,8 @@ import torch
 
 from benchmarks import workload
 from benchmarks.measuring import PeakShares, Peer, begin, best, print_rates, print_result, take_turns
+from common.data.collators import collate_pairs, collate_sft
 from common.data.global_batches import GlobalBatches
-from common.data.packed_batch import collate_pairs, collate_sft
 from common.engine.ds_config import config_of
 from common.programs import single_model, training_loop
 from common.programs.startup import Start

@@ -15,8 +15,8 @@ from pathlib import Path
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from common.data.collators import collate_sft
 from common.data.global_batches import Groups
-from common.data.packed_batch import collate_sft
 from common.data.tokenizer import num_token_ids
 from common.programs import running, single_model, startup, training_loop
 from common.ranks import watchdog

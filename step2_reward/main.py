@@ -19,8 +19,8 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from common.data.collators import collate_pairs
 from common.data.global_batches import Groups
-from common.data.packed_batch import collate_pairs
 from common.data.tokenizer import num_token_ids
 from common.flags.args import Problems
 from common.models.saved_adapters import POOLING

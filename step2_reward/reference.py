@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from common.data.packed_batch import collate_pairs
+from common.data.collators import collate_pairs
 from common.ranks import distributed, watchdog
 from common.runs.saved_state import Stateful, TensorReader, TensorSlice
 

@@ -17,9 +17,9 @@ if not __package__:  # run as a script: import from the repository root, not fro
 
 import torch
 
+from common.data.collators import collate_pairs
 from common.data.data_options import DataOptions, check_sources
 from common.data.global_batches import evaluation_batches
-from common.data.packed_batch import collate_pairs
 from common.data.stage_datasets import build_data
 from common.flags.args import Problems, parse_args
 from common.flags.plugins import import_plugins

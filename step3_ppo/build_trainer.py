@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from common.data.collators import collate_texts
 from common.data.global_batches import GlobalBatches, RowPlan
-from common.data.packed_batch import collate_texts
 from common.data.stage_datasets import build_pretraining
 from common.programs.training_loop import build_logger
 from step3_ppo.arguments import PPOArguments

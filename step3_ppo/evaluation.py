@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from common.data.collators import collate_prompts
 from common.data.data_options import DataOptions
 from common.data.dialogue import Template
 from common.data.global_batches import evaluation_batches
-from common.data.packed_batch import PackedBatch, collate_prompts
+from common.data.packed_batch import PackedBatch
 from common.data.stage_datasets import StageData, build_data
 from common.models.tensor_ops import wilson_interval
 from common.ranks import distributed

@@ -18,8 +18,8 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from common.data.collators import collate_prompts
 from common.data.global_batches import GlobalBatches, RowPlan
-from common.data.packed_batch import collate_prompts
 from common.data.stage_datasets import StageData
 from common.models.policy_model import language_model
 from common.programs import conversation_form, running, startup

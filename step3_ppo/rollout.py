@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from common.data.collators import prompt_texts
 from common.data.global_batches import GlobalBatches
-from common.data.packed_batch import ROW_IDS, PackedBatch, prompt_texts
+from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.generation.generate import Generation, PromptBatch
 from common.models.output_head import SamplingMask
 from common.ranks import distributed, watchdog

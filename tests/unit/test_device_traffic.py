@@ -9,7 +9,8 @@ from tiny_configs import CONFIGS, tiny_config
 from transformers import AutoModelForCausalLM
 
 from benchmarks.bench_device_traffic import TINY, build_steps, text_rows
-from common.data.packed_batch import collate_sft, to_device
+from common.data.collators import collate_sft
+from common.data.packed_batch import to_device
 from common.models import attention
 from common.models.loading import set_dropout
 from common.models.policy_model import PolicyModel, compute_nll_sum

@@ -9,8 +9,8 @@ import torch
 from test_global_batches import as_rank
 from test_packed_training import CUTS, check_same, gradients, pairs
 
+from common.data.collators import collate_pairs
 from common.data.global_batches import EpochOrder, RowPlan
-from common.data.packed_batch import collate_pairs
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.policy_model import PolicyModel
 from common.runs.saved_state import TensorReader, write_slices

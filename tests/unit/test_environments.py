@@ -12,8 +12,8 @@ from test_algorithms import NAMES, by_hand, make_args, run
 from test_dialogue import CHAT_JINJA
 
 from common.data.chat_template import build_template
+from common.data.collators import collate_prompts
 from common.data.example import Message
-from common.data.packed_batch import collate_prompts
 from common.ranks.failures import StepSkipped
 from examples.own_environment.games import Calculator, HigherOrLower
 from step3_ppo import metrics

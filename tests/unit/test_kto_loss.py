@@ -11,8 +11,8 @@ from test_dpo_loss import Table, sums
 from test_global_batches import as_rank
 from test_packed_training import CUTS, check_same, gradients, pairs
 
+from common.data.collators import collate_pairs
 from common.data.global_batches import evaluation_batches
-from common.data.packed_batch import collate_pairs
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.policy_model import PolicyModel
 from step2_reward.arguments import RewardArguments

@@ -5,17 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.data.packed_batch import (
-    PackedBatch,
-    collate_pairs,
-    collate_prompts,
-    collate_sft,
-    collate_texts,
-    pad_rows,
-    padded_slots,
-    prompt_texts,
-    token_positions,
-)
+from common.data.collators import collate_pairs, collate_prompts, collate_sft, collate_texts, prompt_texts
+from common.data.packed_batch import PackedBatch, pad_rows, padded_slots, token_positions
 
 few_examples = settings(max_examples=30, deadline=None)
 TRAILING = {"tokens": (), "values": (3,), "flags": ()}

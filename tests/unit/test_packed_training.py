@@ -11,9 +11,9 @@ from rollout_batches import make_rollout_batch
 from test_global_batches import as_rank, build_batches
 
 from common.data import packed_batch
+from common.data.collators import collate_pairs, collate_sft
 from common.data.global_batches import Groups, RowPlan, evaluation_batches
 from common.data.micro_batches import TokenPlan
-from common.data.packed_batch import collate_pairs, collate_sft
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.policy_model import PolicyModel, compute_nll_sum, count_targets
 from common.models.value_model import load_value_model

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from common.data.packed_batch import PackedBatch, collate_texts
+from common.data.collators import collate_texts
+from common.data.packed_batch import PackedBatch
 from common.engine.ds_config import build_config, build_engine
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.policy_model import PolicyModel, compute_nll_sum

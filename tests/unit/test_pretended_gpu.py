@@ -11,7 +11,7 @@ from rollout_batches import make_rollout_batch
 from tiny_configs import tiny_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from common.data.packed_batch import collate_pairs, collate_sft
+from common.data.collators import collate_pairs, collate_sft
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator, PromptBatch
 from common.generation.inference_module import share_weights

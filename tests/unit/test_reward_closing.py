@@ -10,9 +10,10 @@ from test_reward_server import load_scorer, plain_score
 from transformers import AutoTokenizer
 
 from common.data.chat_template import build_template
+from common.data.collators import collate_pairs
 from common.data.data_options import DataOptions
 from common.data.example import Example, Message
-from common.data.packed_batch import PackedBatch, collate_pairs
+from common.data.packed_batch import PackedBatch
 from common.data.stage_rows import Item, RowBuilder
 from common.data.token_cache import DataReport
 from common.models.loading import ModelOptions

@@ -18,8 +18,9 @@ from fastapi.testclient import TestClient
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from common.data.chat_template import build_template
+from common.data.collators import collate_pairs
 from common.data.example import Message
-from common.data.packed_batch import PackedBatch, collate_pairs
+from common.data.packed_batch import PackedBatch
 from common.data.tokenizer import load_tokenizer
 from common.flags.access_token import client_token, server_token
 from common.flags.args import Problems

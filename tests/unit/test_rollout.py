@@ -15,7 +15,8 @@ import torch
 from pretended_gpu import pretended_gpu
 from rollout_batches import make_rollout_batch
 
-from common.data.packed_batch import ROW_IDS, PackedBatch, collate_prompts
+from common.data.collators import collate_prompts
+from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.engine.ds_config import build_config, build_engine
 from common.engine.engine_step import LossTerm, compute_gradients, take_steps
 from common.generation.decode import SamplingOptions

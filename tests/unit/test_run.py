@@ -14,7 +14,8 @@ import torch
 from disk_limit import files_up_to
 from made_runs import start_logger
 
-from common.data.packed_batch import ROW_IDS, PackedBatch, collate_pairs, collate_sft
+from common.data.collators import collate_pairs, collate_sft
+from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.data.stage_datasets import StageData
 from common.data.token_cache import DataReport
 from common.flags.value_forms import Interval
