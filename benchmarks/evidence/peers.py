@@ -72,7 +72,9 @@ Sides = dict[str, list[float]]  # ours and TRL's metric by step
 
 
 def measure(pythons: list[str], *, is_quick: bool) -> Measured:
-    """Differences between the sides, and their curves; `pythons`: of TRL 1.16, and 1.12 for PPO."""
+    """Differences between the sides, and their curves. `pythons` are the interpreters of TRL 1.16 and, for
+    PPO, 1.12.
+    """
     torch.set_num_threads(1)
     startup.quiet_libraries()
     distributed.start()
@@ -87,7 +89,7 @@ def measure(pythons: list[str], *, is_quick: bool) -> Measured:
     facts = {
         "peers": " and ".join(("TRL 1.16", "TRL 1.12 (PPO)")[: len(pythons)])
         or "left out: --trl_python is not given",
-        "tasks": {task: compare(task, of) for task, of in runs.items()},
+        "tasks": {task: compare(task, rows) for task, rows in runs.items()},
     }
     panels = draw(runs)
     facts["curves"] = {title: shorten(curves) for title, curves in panels.items()}
@@ -154,8 +156,8 @@ class Seed:
 
     def sample(self, task: str) -> dict[str, Sides]:
         """Scores of both sides, and our results on TRL's rollouts."""
-        of_rows = (tuple(row["answer_ids"][: row["answer_response_start"]]) for row in self.rows["kto"])
-        prompts = number_rows(dict.fromkeys(of_rows))
+        row_prompts = (tuple(row["answer_ids"][: row["answer_response_start"]]) for row in self.rows["kto"])
+        prompts = number_rows(dict.fromkeys(row_prompts))
         num_prompts, num_samples, _ = SAMPLED[task]
         num_responses = num_prompts * num_samples
         options = {"learning_rate": RL_RATE, "seed": self.seed}
@@ -167,7 +169,7 @@ class Seed:
             sizes |= {"num_samples": num_samples, "scores_tokens": True}
         history, rollouts = self.run_trl(task, prompts, options, **sizes)
         if rollouts:
-            prompts = number_rows(ids for of in rollouts for ids in of["prompts"][::num_samples])
+            prompts = number_rows(ids for rollout in rollouts for ids in rollout["prompts"][::num_samples])
         with in_stored_order():
             results = {task: trl_metrics(task, history) | {"ours": self.steps(task, prompts)}}
         if rollouts:
@@ -218,8 +220,8 @@ class Seed:
         rows_file = self.folder / "rows.json"
         rows_file.write_text(json.dumps(rows))
         options = options | {"logging_strategy": "steps", "logging_steps": 1}
-        where = {"rows": str(rows_file), "models": str(self.folder)}
-        with Peer(pythons[0], task=task, options=options, **where, **more) as peer:
+        paths = {"rows": str(rows_file), "models": str(self.folder)}
+        with Peer(pythons[0], task=task, options=options, **paths, **more) as peer:
             return peer.finish()
 
 
@@ -243,7 +245,7 @@ def number_rows(prompts: Iterable[Sequence[int]]) -> list[dict[str, Any]]:
 def as_generation(rollout: dict[str, list[list[int]]]) -> Generation:
     """TRL's responses as our `Generation`, without log-probabilities."""
     ids, mask = pad_rows(rollout["responses"], PAD)
-    is_finished = torch.tensor([of[-1] == EOS for of in rollout["responses"]])
+    is_finished = torch.tensor([response[-1] == EOS for response in rollout["responses"]])
     return Generation(ids, mask, torch.zeros(ids.shape), torch.zeros(ids.shape), is_finished, mask)
 
 
