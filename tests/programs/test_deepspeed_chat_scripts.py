@@ -45,7 +45,7 @@ def test_deepspeed_chat_script(script, forks, tiny, many_rows, tiny_model_folder
         short += ["--model_name_or_path", model, "--max_seq_len", "48"]
     (tmp_path / "out").mkdir()
     (tmp_path / "out/training.log").write_text("")  # the script's own
-    done = forks.run(PROGRAMS[step], [*words, *short])
+    done = forks.run(PROGRAMS[step], [*words, *short], cwd=str(tmp_path))
     if script in TOO_FEW_RANKS:
         size = TOO_FEW_RANKS[script]
         assert done.code == 2 and f"--inference_tp_size {size}" in done.text(), done.text()
