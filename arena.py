@@ -140,10 +140,5 @@ def main(argv: Sequence[str] | None = None) -> None:
         serve(words)
 
 
-def run() -> None:
-    """Run the program, as a file or as the command triptych-arena."""
-    running.run_program(main)
-
-
 if __name__ == "__main__":
-    run()
+    running.run_program(main)

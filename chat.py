@@ -306,10 +306,5 @@ def main(argv: Sequence[str] | None = None) -> None:
         session.answer(text[1:] if text.startswith("//") else text)
 
 
-def run() -> None:
-    """Run the program, as a file or as the command triptych-chat."""
-    running.run_program(main)
-
-
 if __name__ == "__main__":
-    run()
+    running.run_program(main)

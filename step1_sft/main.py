@@ -42,10 +42,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     single_model.train(start, data, rows, trainer, data.eval)
 
 
-def run() -> None:
-    """Run the program, as a file or as the command triptych-sft."""
-    running.run_program(main)
-
-
 if __name__ == "__main__":
-    run()
+    running.run_program(main)

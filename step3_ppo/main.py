@@ -206,10 +206,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     run.finish()
 
 
-def run() -> None:
-    """Run the program, as a file or as the command triptych-ppo."""
-    running.run_program(main)
-
-
 if __name__ == "__main__":
-    run()
+    running.run_program(main)
