@@ -15,8 +15,10 @@ from common.data.adapters.row_forms import FORM_COLUMNS, accepted_forms
 from common.data.example import BadRow, missing_for
 from common.data.raw_rows import RawRows, canonical
 from common.data.registry import NoTokenizer, RawSource, load_source
+from common.flags.groups import DEFAULT_DATA
 
 DEFAULT_CACHE = Path("~/.cache/triptych")
+DEFAULT_SPLIT = "2,4,4"  # of the default data set alone
 NUM_READ = 200  # rows of each file that are read before the start; all are counted when the data is built
 NUM_PROBED = 20  # first rows searched for a usable one
 KIND_NAMES = {1: "sft", 2: "pair", 3: "prompt"}
@@ -28,7 +30,7 @@ class DataOptions:
 
     data_path: list[str]
     stage: int  # 1 SFT, 2 reward model, 3 PPO
-    data_split: str = "2,4,4"
+    data_split: str = ""  # all rows
     sft_only_data_path: list[str] = field(default_factory=list)  # all rows are used, by step 1 only
     max_tokens: int = 512  # limit of prompt and response; in step 3, of the prompt
     loss_on: str = "response"  # or "all"
@@ -48,6 +50,8 @@ class DataOptions:
     def of(cls, args: Any, stage: int, **changes: Any) -> Self:
         """Data options from a program's flags, with `changes`."""
         given = {name: getattr(args, name) for name in cls.__dataclass_fields__ if hasattr(args, name)}
+        if given.get("data_split") == "" and args.data_path == DEFAULT_DATA:  # the steps of a pipeline share it
+            given["data_split"] = DEFAULT_SPLIT
         given["max_tokens"] = args.max_prompt_seq_len if stage == 3 else args.max_seq_len
         return cls(**given | {"stage": stage, "cache_dir": args.data_output_path} | changes)
 
@@ -71,7 +75,7 @@ class DataOptions:
         """Problems of sources and shares, each with flag, value and cure."""
         problems = []
         try:
-            share = parse_data_split(self.data_split)[self.stage - 1]
+            share = parse_data_split(self.data_split or "1,1,1")[self.stage - 1]
             if share == 0 and self.data_path and not (self.stage == 1 and self.sft_only_data_path):
                 problems.append(
                     f"--data_split {self.data_split} leaves no rows for step {self.stage}; raise share "
@@ -117,10 +121,13 @@ def parse_data_split(text: str) -> tuple[float, float, float]:
 
 
 def share_indexes(num_rows: int, data_split: str, stage: int, seed: int) -> list[int]:
-    """Row indexes of step `stage` (1, 2 or 3), ascending: a slice of one permutation, determined by `seed`.
+    """Row indexes of step `stage` (1, 2 or 3), ascending: all without a split, else a slice of one
+    permutation, determined by `seed`.
 
     numpy guarantees RandomState's permutation, so the shares are the same in later versions.
     """
+    if not data_split:
+        return list(range(num_rows))
     shares = parse_data_split(data_split)
     start, end = (round(num_rows * sum(shares[:upto])) for upto in (stage - 1, stage))
     permutation = np.random.RandomState(seed % 2**32).permutation(num_rows)

@@ -108,9 +108,11 @@ def preview_rows(options: DataOptions, template: Template) -> list[str]:
             f"{name}: its {which}{report.num_raw_rows} rows give {len(rows)} of step {options.stage}, "
             f"{report.num_tokens} tokens"
         )
+        if name in options.data_path and (options.data_split or options.data_weights):
+            num_rows = len(options.load_source(name, template.tokenizer).train)
+            lines += share_notes(name, num_rows, options)
         if name in options.data_path and options.data_weights:
             weight = options.data_weights[options.data_path.index(name)]
-            num_rows = len(options.load_source(name, template.tokenizer).train)
             num_rows = len(share_indexes(num_rows, options.data_split, options.stage, options.seed))
             lines.append(
                 f"an epoch has about {round(weight * num_rows)} rows of {name}: {weight:g} x the {num_rows} "
@@ -124,6 +126,13 @@ def preview_rows(options: DataOptions, template: Template) -> list[str]:
                     text = f"{text[: NUM_SHOWN // 2]} ... {text[-NUM_SHOWN // 2 :]}"
                 lines.append(f"{rows[0]['row_id']}, {column}: {text!r}")
     return lines
+
+
+def share_notes(name: str, num_rows: int, options: DataOptions) -> list[str]:
+    """How many of a source's rows the step uses; [] if it uses all."""
+    num_used = len(share_indexes(num_rows, options.data_split, options.stage, options.seed))
+    share = f"step {options.stage}'s share in --data_split {options.data_split}"
+    return [f"{name}: {num_used:,} of its {num_rows:,} rows, {share}"] * (num_used < num_rows)
 
 
 def _write(
@@ -142,6 +151,8 @@ def _write(
         )
         for source in sources:
             num_before = train.num_rows
+            if not source.is_whole:
+                report.notes += share_notes(source.name, len(source.train), options)
             items = _items(source, options, report, prompt_indexes)
             while chunk := list(islice(items, CHUNK_ROWS)):
                 for writer in (train, held_out):
@@ -270,7 +281,7 @@ def _no_rows(source: RawSource, options: DataOptions, report: DataReport) -> str
     """Error message, with the cure, for a source without rows."""
     flag = "--sft_only_data_path" if source.is_whole else "--data_path"
     cure = f"use more rows, an --eval_fraction under {options.eval_fraction}"
-    if not source.is_whole:
+    if options.data_split and not source.is_whole:
         cure += f", or a --data_split that gives step {options.stage} more than {options.data_split} does"
     details = "; ".join(report.lines()[1:])
     return (

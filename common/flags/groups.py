@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from common.flags.args import flag
 from common.flags.value_forms import Interval
 
+DEFAULT_DATA = ["Dahoas/rm-static"]
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
 
@@ -14,7 +15,7 @@ class SourceArguments:
     """Data sources and formats."""
 
     data_path: list[str] = flag(
-        ["Dahoas/rm-static"],
+        DEFAULT_DATA,
         "data sets: files, folders, saved `datasets` folders, registered names or hub names, or a class of "
         "your own as MODULE:CLASS[:NAME or :ARGUMENT=VALUE,...]",
         is_usual=True,
@@ -40,8 +41,9 @@ class DataArguments(SourceArguments):
     """Data splits."""
 
     data_split: str = flag(
-        "2,4,4",
-        "share of each data set for steps 1, 2 and 3; the shares are disjoint and depend only on the seed",
+        "",
+        "shares of each data set for steps 1, 2 and 3, such as 2,4,4: disjoint, determined by the seed; "
+        "empty: all rows, but 2,4,4 of the default data set",
         is_usual=True,
     )
     data_weights: list[float] = flag(

@@ -5,9 +5,12 @@ import os
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import stage_texts
 
+from common.data.data_options import DataOptions
 from common.data.raw_rows import RawRows
 from common.data.registry import load_source
+from step1_sft.arguments import SFTArguments
 
 datasets = pytest.importorskip("datasets")
 
@@ -173,3 +176,17 @@ def test_a_link_to_itself_is_no_file(tmp_path):
     loop.symlink_to(loop)
     with pytest.raises(ValueError, match=r"--data_path .*loop.jsonl: there is no such file"):
         load_source(str(loop))
+
+
+def test_data_split_default(tmp_path, tiny_tokenizer):
+    """All rows of a given source, a share of the default data set; a share is named."""
+    rows = [{"prompt": f"q {i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(150)]
+    path = stage_texts.write_rows(tmp_path / "rows.jsonl", rows)
+    for split, num_rows in (("", 150), ("2,4,4", 30)):
+        data = stage_texts.build(path, 1, tiny_tokenizer, tmp_path, data_split=split, eval_fraction=0.0)
+        assert data.report.num_raw_rows == num_rows
+        notes = [note for note in data.report.notes if "of its 150 rows, step 1's share" in note]
+        assert len(notes) == (num_rows < 150)
+    of_default = DataOptions.of(SFTArguments(model_name_or_path="m"), 1)
+    assert of_default.data_path == ["Dahoas/rm-static"] and of_default.data_split == "2,4,4"
+    assert DataOptions.of(SFTArguments(model_name_or_path="m", data_path=[path]), 1).data_split == ""
