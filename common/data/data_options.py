@@ -50,7 +50,7 @@ class DataOptions:
     def of(cls, args: Any, stage: int, **changes: Any) -> Self:
         """Data options from a program's flags, with `changes`."""
         given = {name: getattr(args, name) for name in cls.__dataclass_fields__ if hasattr(args, name)}
-        if given.get("data_split") == "" and args.data_path == DEFAULT_DATA:  # the steps of a pipeline share it
+        if given.get("data_split") == "" and args.data_path == DEFAULT_DATA:  # which the steps share
             given["data_split"] = DEFAULT_SPLIT
         given["max_tokens"] = args.max_prompt_seq_len if stage == 3 else args.max_seq_len
         return cls(**given | {"stage": stage, "cache_dir": args.data_output_path} | changes)

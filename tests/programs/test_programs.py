@@ -41,7 +41,7 @@ def within(folder: str, names: set[str]) -> set[str]:
 
 def short_flags(tiny, step: int, **more) -> dict:
     flags = {} if step == 3 else {"num_train_epochs": 2, "learning_rate": 1e-3, "eval_fraction": 0.2}
-    shared = {"max_train_steps": NUM_STEPS, "save_interval": "epoch"}
+    shared = {"max_train_steps": NUM_STEPS, "save_interval": "epoch", "data_split": "2,4,4"}
     return step_flags(tiny, step, **shared | flags | more)
 
 
