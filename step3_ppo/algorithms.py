@@ -62,7 +62,7 @@ class Algorithm:
     ignores: tuple[str, ...] = ()  # flags that it does not read
 
 
-ALGORITHMS: FunctionsByName[Algorithm] = FunctionsByName("algorithm", Algorithm)
+ALGORITHMS: FunctionsByName[Algorithm] = FunctionsByName("algorithm", Algorithm, ("batch", "args", "kl_coef"))
 register_algorithm = ALGORITHMS.register
 find_algorithm = ALGORITHMS.find
 

@@ -54,6 +54,11 @@ class PackedBatch:
         batch.check()
         return batch
 
+    def __repr__(self) -> str:
+        """Number of items, and dtype and shape of each key: the tensors would print thousands of numbers."""
+        keys = (f"{key} {tuple(x.shape)} {x.dtype}".replace("torch.", "") for key, x in self.data.items())
+        return f"PackedBatch of {len(self)}: {', '.join(keys)}"
+
     def __len__(self) -> int:
         return len(self.ids)
 

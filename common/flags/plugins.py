@@ -77,11 +77,13 @@ class FunctionsByName(dict[str, T]):
     """Functions that a flag can name: registered ones with their traits, or MODULE:FUNCTION.
 
     A value is an instance of the class `kind`, whose first two fields are the name and the function.
+    `parameters` are what the functions are called with; empty: not checked here.
     """
 
-    def __init__(self, flag: str, kind: Callable[..., T]) -> None:
+    def __init__(self, flag: str, kind: Callable[..., T], parameters: Sequence[str] = ()) -> None:
         super().__init__()
         self.flag, self.kind = flag, kind
+        self.parameters = parameters
 
     def register(self, name: str, **traits: object) -> Callable[[T], T]:
         """Decorator that registers a function; `traits` are the other fields of its entry.
@@ -106,13 +108,24 @@ class FunctionsByName(dict[str, T]):
         """The entry of a registered name, or of MODULE:FUNCTION, which is imported.
 
         A function that its module registers keeps its traits; a plain one gets the defaults of the class.
-        Raises ValueError for anything else, with the nearest name or the reason why the import failed.
+        Raises ValueError for anything else, with the nearest name or the reason why the import failed, and
+        for a function that cannot be called with `parameters`.
         """
-        if name in self:
-            return self[name]
+        entry = self.get(name) or self._import(name)
+        form = ", ".join(self.parameters)
+        try:
+            if form:
+                inspect.signature(self.function_of(entry)).bind(*self.parameters)
+        except TypeError as error:
+            raise ValueError(f"--{self.flag} {name}: it is called with ({form}): {error}") from error
+        return entry
+
+    def _import(self, name: str) -> T:
         module_name, colon, function_name = name.partition(":")
         if not colon:
-            known = f"(known: {', '.join(sorted(self))}; or MODULE:FUNCTION)"
+            known = (
+                f"(known: {', '.join(sorted(self))}; or MODULE:FUNCTION; or what --plugins MODULE registers)"
+            )
             raise ValueError(f"--{self.flag} {name} is unknown{did_you_mean(name, self)} {known}")
         try:
             function = get_from(import_own_module(module_name), function_name)

@@ -293,7 +293,8 @@ def test_an_algorithm_is_found_by_name_or_imported(tmp_path, monkeypatch):
         "from step3_ppo.algorithms import register_algorithm\n\n\n"
         "@register_algorithm('of a test', needs_group=True)\n"
         "def decorated(batch, args, kl_coef):\n    return batch\n\n\n"
-        "def plain(batch, args, kl_coef):\n    return batch\n"
+        "def plain(batch, args, kl_coef):\n    return batch\n\n\n"
+        "def short(batch, args):\n    return batch\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     before = dict(ALGORITHMS)
@@ -304,8 +305,10 @@ def test_an_algorithm_is_found_by_name_or_imported(tmp_path, monkeypatch):
         assert decorated is find_algorithm("of a test") and decorated.needs_group
         with pytest.raises(ValueError, match="--algorithm .*:plane: .* has no plane; did you mean plain"):
             find_algorithm("my_algorithms_of_a_test:plane")
-        with pytest.raises(ValueError, match=r"--algorithm gropo is unknown; did you mean grpo\? \(known: "):
+        with pytest.raises(ValueError, match=r"--algorithm gropo is unknown; .*grpo\? .*--plugins"):
             find_algorithm("gropo")
+        with pytest.raises(ValueError, match=r":short: it is called with \(batch, args, kl_coef\): too many"):
+            find_algorithm("my_algorithms_of_a_test:short")
         file = tmp_path / "my_algorithms_of_a_test.py"
         file.rename(tmp_path / "others_of_a_test.py")  # another file's function of the same name
         with pytest.raises(ValueError, match="algorithm 'of a test' is registered twice"):

@@ -203,3 +203,8 @@ def test_collate_prompts_keeps_texts():
     batch = collate_prompts([row | {"messages": "[]"} for row in rows])
     assert batch.data["prompt_ids"].tolist() == [1, 2, 3, EOS] and batch.texts("row_ids") == ["a", "b"]
     assert prompt_texts(batch) == [("äbc", {"answer": "4"}), ("d", {})]
+
+
+def test_repr_has_shapes_and_no_numbers():
+    batch = PackedBatch.build(("a", "b"), {"ids": [torch.arange(3), torch.arange(400)]})
+    assert repr(batch) == "PackedBatch of 2: ids (403,) int64"
