@@ -23,7 +23,7 @@ from serving.openai_api import add_openai_routes
 from serving.web_server import Emit, Guard, RejectedRequest, build_app, stream_from_thread
 
 _PAGE = Path(__file__).with_name("page")
-_OPEN_PATHS = ("/", *(f"/{path.name}" for path in _PAGE.iterdir()))
+_OPEN_PATHS = ("/", "/health", *(f"/{path.name}" for path in _PAGE.iterdir()))
 _Text = Annotated[str, StringConstraints(min_length=0)]  # pydantic's length check rejects lone surrogates
 
 
@@ -190,6 +190,11 @@ def create_app(
         """Counts and win rates of all judgements in the database."""
         pairs = arena.store.judged()
         return {"choices": Counter(pair.choice for pair in pairs)} | win_rates(pairs)
+
+    @app.get("/health")
+    def health() -> dict[str, Any]:
+        """The server's models."""
+        return {"models": list(arena.models)}
 
     add_openai_routes(app, arena.models, arena.sampling)
     app.mount("/", StaticFiles(directory=_PAGE, html=True))

@@ -95,11 +95,11 @@ class _Request(_Fields):
         return self
 
     def sampling(self, default: Sampling) -> Sampling:
-        """Sampling options; missing fields get the server's defaults. Raises RejectedRequest."""
-        limit = self.max_answer_tokens(default.max_new_tokens)
-        if limit > default.max_new_tokens:
-            server_limit = f"this server's --max_new_tokens {default.max_new_tokens}"
-            raise RejectedRequest(400, f"{limit} tokens are more than {server_limit}", "max_tokens")
+        """Sampling options; missing fields get the server's defaults.
+
+        A response ends at the server's token limit, with finish_reason length, where a request allows more.
+        """
+        limit = min(self.max_answer_tokens(default.max_new_tokens), default.max_new_tokens)
         given = self.model_dump(include={"temperature", "top_p", "seed"}, exclude_none=True)
         return dataclasses.replace(
             default, max_new_tokens=limit, stop=tuple(self.stop), num_answers=self.n, **given
