@@ -241,7 +241,7 @@ class EvaluationArguments:
     )
     keep_best: str = flag(
         "",
-        "export to export_best/ whenever this evaluation metric, such as eval/score, is the highest so far",
+        "export to export_best/ at each new highest value of this metric, such as eval/score",
         may_change=True,
         only_with="output_dir",
         is_usual=True,

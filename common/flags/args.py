@@ -134,11 +134,19 @@ def _add_flag(group: Any, field: dataclasses.Field, older: str | None, *, shows_
         const = "true"
     text = argparse.SUPPRESS
     if shows_all or metadata["is_usual"]:
+        values = default_of(field)
+        if not is_list:
+            values = [values]
+        default = " ".join(str(value) for value in values if value is not None) or "empty"
         text = metadata["help"]
-        if not shows_all:
-            text = text.split(";")[0]
-        shown = "required" if metadata["required"] else f"default: {default_of(field)!r}"
-        text = f"{text} ({shown})".replace("%", "%%")
+        if not shows_all:  # the meaning of the flag and of its default
+            first, *others = text.split("; ")
+            text = "; ".join([first, *(part for part in others if part.startswith(f"{default}:"))])
+        if metadata["required"]:
+            text += " (required)"
+        elif default != "empty":
+            text += f" (default: {default})"
+        text = text.replace("%", "%%")
     names = [f"--{name}" for name in (field.name, older) if name]
     group.add_argument(*names, nargs="*" if is_list else "?", const=const, metavar=metavar, help=text)
 

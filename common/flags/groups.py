@@ -23,9 +23,9 @@ class SourceArguments:
     data_output_path: str = flag("", "folder of the token cache; empty: ~/.cache/triptych", may_change=True)
     template: str = flag(
         "",
-        "format of a conversation: `Human:` and `Assistant:` on separate lines (human_assistant) or on one "
-        "line (one_line), the tokenizer's chat template (chat), or the bare prompt (plain); empty: the "
-        "format in the model's triptych.json, else the tokenizer's chat template, else human_assistant",
+        "format of a conversation: human_assistant or one_line (`Human:` and `Assistant:` on separate lines or "
+        "on one), chat (the tokenizer's chat template) or plain (the bare prompt); empty: the format in the "
+        "model's triptych.json, else chat if the tokenizer has a template, else human_assistant",
         choices=("human_assistant", "one_line", "chat", "plain"),
         is_usual=True,
     )
@@ -42,8 +42,8 @@ class DataArguments(SourceArguments):
 
     data_split: str = flag(
         "",
-        "shares of each data set for steps 1, 2 and 3, such as 2,4,4: disjoint, determined by the seed; "
-        "empty: all rows, but 2,4,4 of the default data set",
+        "disjoint shares of each data set for steps 1, 2 and 3; empty: all rows, but 2,4,4 of the default data "
+        "set; the shares depend only on the seed",
         is_usual=True,
     )
     data_weights: list[float] = flag(
@@ -197,8 +197,7 @@ class RunArguments:
     )
     dry_run: bool = flag(
         False,
-        "check the flags and the first rows, print the resolved configuration as JSON and exit without "
-        "loading a model",
+        "check flags and first rows, print the configuration as JSON; no model is loaded",
         may_change=True,
         is_usual=True,
     )

@@ -166,7 +166,7 @@ def test_arbitrary_command_lines(good, program, num_cases):
         endings[ended] = endings.get(ended, 0) + 1
 
     check()
-    assert endings["reached"] >= num_cases // 20 and endings["exit 2"] > num_cases // 4, endings
+    assert endings["reached"] >= num_cases // 20 and endings["exit 2"] >= num_cases // 4, endings
 
 
 def test_every_number_has_a_range_and_is_refused_next_to_it():
