@@ -241,7 +241,7 @@ class EvaluationArguments:
     )
     keep_best: str = flag(
         "",
-        "export to export_best/ at each new highest value of this metric, such as eval/score",
+        "export to export_best/ at each new maximum of a metric such as eval/score",
         may_change=True,
         only_with="output_dir",
         is_usual=True,

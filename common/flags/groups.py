@@ -23,9 +23,9 @@ class SourceArguments:
     data_output_path: str = flag("", "folder of the token cache; empty: ~/.cache/triptych", may_change=True)
     template: str = flag(
         "",
-        "format of a conversation: human_assistant or one_line (`Human:` and `Assistant:` on separate lines or "
-        "on one), chat (the tokenizer's chat template) or plain (the bare prompt); empty: the format in the "
-        "model's triptych.json, else chat if the tokenizer has a template, else human_assistant",
+        "format of a conversation: human_assistant or one_line (`Human:` and `Assistant:` on separate lines "
+        "or on one), chat (the tokenizer's chat template) or plain (the bare prompt); empty: that of the "
+        "model's triptych.json or tokenizer, else human_assistant",
         choices=("human_assistant", "one_line", "chat", "plain"),
         is_usual=True,
     )
@@ -42,8 +42,8 @@ class DataArguments(SourceArguments):
 
     data_split: str = flag(
         "",
-        "disjoint shares of each data set for steps 1, 2 and 3; empty: all rows, but 2,4,4 of the default data "
-        "set; the shares depend only on the seed",
+        "disjoint shares of each data set for steps 1, 2 and 3; empty: all rows, but 2,4,4 of the default "
+        "data set; the shares depend only on the seed",
         is_usual=True,
     )
     data_weights: list[float] = flag(
@@ -191,7 +191,7 @@ class RunArguments:
     ds_config: str = flag("", "JSON file to merge over the DeepSpeed configuration that the flags produce")
     plugins: list[str] = flag(
         [],
-        "Python modules to import first, to register data sets, algorithms or losses",
+        "modules to import first, which register data sets, algorithms, losses",
         may_change=True,
         is_usual=True,
     )
