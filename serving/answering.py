@@ -131,7 +131,7 @@ class Answerer:
         than max_new_tokens tokens if the model has too few positions. `on_text`: see `respond`.
         """
         limit = self.max_prompt_tokens
-        segments = self.template.segments(self.template.shorten(tuple(messages), limit), None)
+        segments = self._segments(self.template.shorten(tuple(messages), limit))
         prompt_ids = self.template.encode(segments, limit).input_ids
         return [answer.text for answer in self.respond(prompt_ids, on_text=on_text)]
 
@@ -200,8 +200,12 @@ class Answerer:
         self._check_characters([message.content for message in messages])
         if self.template.keeps_headers:  # white space unchanged, as other programs render it
             messages = [Turn(*message) for message in messages]
-        segments = self.template.segments(tuple(messages), None)
-        return self.template.encode(segments, sys.maxsize).input_ids
+        return self.template.encode(self._segments(messages), sys.maxsize).input_ids
+
+    def _segments(self, messages: Sequence[Message]) -> list[Segment]:
+        """A conversation whose earlier replies end as in the export's chat template."""
+        ends_replies = not self.template.keeps_headers  # a chat template ends them itself
+        return self.template.segments(tuple(messages), None, learn_all_turns=ends_replies)
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of a plain text, as at the start of a row of the plain template.
@@ -210,7 +214,7 @@ class Answerer:
         """
         self._check_characters([text])
         plain = build_template("plain", self.tokenizer)
-        return plain.encode([Segment(text, False)], sys.maxsize).input_ids
+        return plain.encode([Segment(text, True)], sys.maxsize).input_ids
 
     def _check_characters(self, texts: Sequence[str]) -> None:
         """Raise ValueError if texts, each with the markers of a turn, have too many characters to fit."""

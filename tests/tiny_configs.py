@@ -88,6 +88,18 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma3": (transformers.Gemma3TextConfig, _GROUPED | {"head_dim": 16}),
 }
 
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def tiny_gemma3_config(vocab_size: int) -> transformers.Gemma3Config:
+    """Return the configuration of a Gemma 3 with an image part; its PAD is token 5."""
+    text = _GROUPED | {"vocab_size": vocab_size, "head_dim": 8, "initializer_range": 0.2, "pad_token_id": 5}
+    text |= {"query_pre_attn_scalar": 8}
+    image = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    image |= {"image_size": 28, "patch_size": 14}
+    return transformers.Gemma3Config(text_config=text, vision_config=image, mm_tokens_per_image=4)
+
 
 def tiny_config(family: str, vocab_size: int) -> Any:
     """Return the configuration; its BOS and EOS are token 0."""

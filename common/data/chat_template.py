@@ -63,6 +63,9 @@ class ChatTemplate(Template):
                 "--template chat: the tokenizer's chat template leaves out the text of the user or of the "
                 "assistant; use --template human_assistant, or fix the chat template"
             )
+        self._lacks_bos = self.bos_id is not None and not shown.startswith(tokenizer.bos_token)
+        if self._lacks_bos:  # the tokenizer adds it
+            self._lead_with_bos()
         end = shown.rpartition(reply.content)[2]
         self.has_end = self.eot_token in end
         self._check_end(end)
@@ -98,11 +101,15 @@ class ChatTemplate(Template):
 
     @property
     def chat_template(self) -> Any:
-        """See `Template.chat_template`; variables default to their values in training."""
+        """See `Template.chat_template`; variables default to their values in training, and it writes BOS if
+        rows have one.
+        """
         defaults = "".join(
             f"{{%- if {name} is not defined -%}}{{%- set {name} = {json.dumps(value)} -%}}{{%- endif -%}}"
             for name, value in self._variables.items()
         )
+        if self._lacks_bos:
+            defaults += "{{- bos_token -}}"
         template = self.tokenizer.chat_template
         if isinstance(template, dict):  # templates by name, such as one for tools
             return {name: defaults + text for name, text in template.items()}

@@ -47,6 +47,7 @@ class Template(ABC):
     _form = ""  # everything besides the name that determines the text
     keeps_headers = False  # role headers must not be cut: rows are shortened by turns, see `shorten`
     is_verbatim = False  # white space around a message is kept
+    _lead = ""  # BOS as text, before a dialogue
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         """Keep a private copy of the tokenizer's fast core, whose offsets are not trimmed."""
@@ -136,11 +137,27 @@ class Template(ABC):
         # Offsets take one Python tuple per token: all documents at once would need too much memory.
         result: list[Tokenised] = []
         for start in range(0, len(rows), BATCH_TEXTS):
-            batch = rows[start : start + BATCH_TEXTS]
+            batch = [self._led(segments) for segments in rows[start : start + BATCH_TEXTS]]
             texts = ["".join(segment.text for segment in segments) for segments in batch]
             encodings = self._fast.encode_batch(texts, add_special_tokens=False)
             result += [self._tokenised(segments, enc) for segments, enc in zip(batch, encodings, strict=True)]
         return result
+
+    def _lead_with_bos(self) -> None:
+        """Tokenise BOS with the text, as other programs do with `chat_template`, if that makes a difference:
+        Llama 2's tokenizer adds a space to the start of a text, but not after BOS.
+        """
+        if self.bos_id is not None:
+            bos = self.tokenizer.bos_token
+            plain, led = (self._fast.encode(f"{x}\n", add_special_tokens=False).ids for x in ("", bos))
+            if led != [self.bos_id, *plain]:
+                self._lead = bos
+                self._form += bos
+
+    def _led(self, segments: Sequence[Segment]) -> Sequence[Segment]:
+        """A dialogue after `_lead`; a text that is learned as a whole stays as it is."""
+        has_lead = not self._lead or segments[0].is_response or segments[0].text.startswith(self._lead)
+        return segments if has_lead else [Segment(self._lead, False), *segments]
 
     def _tokenised(self, segments: Sequence[Segment], encoding) -> Tokenised:
         input_ids: list[int] = encoding.ids
@@ -177,6 +194,11 @@ class HumanAssistantTemplate(Template):
 
     name = "human_assistant"
     _LABELS = {"system": "", "user": "\n\nHuman: ", "assistant": "\n\nAssistant: "}
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        """See `Template`."""
+        super().__init__(tokenizer)
+        self._lead_with_bos()
 
     @property
     def chat_template(self) -> str:

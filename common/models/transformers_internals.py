@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange
 
 TRANSFORMERS = "~=5.23.0"  # as in requirements.txt
 
@@ -48,8 +50,16 @@ def keep_layers(config: PreTrainedConfig, kept: list[int]) -> None:
 
 
 def save_as_class(model: PreTrainedModel) -> None:
-    """Make `save_pretrained` name the weights as the model's class does, not as its base did."""
+    """Make `save_pretrained` name the weights as the model's class does, not as its base did; only the
+    prefixes of a whole model's parts stay, because transformers 4 reads no others.
+    """
+    loaded = getattr(model, "_weight_conversions", None) or []
+    prefixes = [change for change in loaded if isinstance(change, PrefixChange)]
     model._weight_conversions = None
+    if prefixes and model.config.get_text_config() is not model.config:
+        of_class = get_model_conversion_mapping(model, add_legacy=False)
+        others = [change for change in of_class if not isinstance(change, PrefixChange)]
+        model._weight_conversions = others + prefixes
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils import cached_file
 
 from common.data.chat_template import build_template
 from common.data.tokenizer import num_token_ids
@@ -35,6 +36,12 @@ from common.runs.older_readers import add_older_names, add_older_tokenizer_names
 
 METADATA_FILE = "triptych.json"
 NEW_PAD_TOKEN = "<|pad|>"
+# Of models that read images or sound; copied, because other programs do not load these models without.
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 # A pipeline returns the score itself if the problem is a regression, else its sigmoid.
 SCORE_LABEL = {"id2label": {0: "reward"}, "label2id": {"reward": 0}, "problem_type": "regression"}
 
@@ -116,6 +123,8 @@ def _prepare_tokenizer(
     not train PAD's embedding. `pad_id` is the preferred id, if it is a special token.
     """
     exported = copy.deepcopy(tokenizer)
+    if not needs_own_pad:
+        exported.padding_side = "left"  # of a batch of prompts; transformers 4's pipelines read it
     if "template" in metadata:
         variables = metadata.get("chat_template_kwargs", "")
         exported.chat_template = build_template(metadata["template"], tokenizer, variables).chat_template
@@ -220,6 +229,20 @@ def _write_model(
         composite.update({"text_config": exported.config, "architectures": exported.config.architectures})
         composite.save_pretrained(folder)
     _edit(folder / "config.json", add_older_names)
+    if exported.config.get_text_config() is not exported.config:
+        _copy_processor(plain.name_or_path, folder, tokenizer)
+
+
+def _copy_processor(base: str, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Copy what a model's other inputs need, and write the chat template where a processor reads it; nothing
+    if the base has been removed since it was loaded.
+    """
+    for name in PROCESSOR_FILES:
+        with contextlib.suppress(OSError, ValueError):
+            if file := cached_file(base, name, _raise_exceptions_for_missing_entries=False):
+                shutil.copyfile(file, folder / name)
+                if isinstance(tokenizer.chat_template, str):
+                    (folder / "chat_template.jinja").write_text(tokenizer.chat_template)
 
 
 def _save_weights(

@@ -69,7 +69,10 @@ def add_older_tokenizer_names(config: dict[str, Any], base: dict[str, Any], toke
     config["tokenizer_class"] = "PreTrainedTokenizerFast" if named in NEWER_TOKENIZERS else named
     if isinstance(config.get("extra_special_tokens"), list):  # transformers 4 expects a dictionary there
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    if "model_specific_special_tokens" in config:  # such as Gemma 3's image_token
+        config["extra_special_tokens"] = config["model_specific_special_tokens"]
     config["model_input_names"] = tokenizer.model_input_names  # PreTrainedTokenizerFast differs
+    config["padding_side"] = tokenizer.padding_side  # not saved by transformers 5
     ids = tokenizer("a").input_ids  # its classes rebuild the post-processor from these
     config["add_bos_token"] = ids[0] == tokenizer.bos_token_id
     config["add_eos_token"] = ids[-1] == tokenizer.eos_token_id

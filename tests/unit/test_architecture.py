@@ -37,13 +37,13 @@ MAX_FILE_LINES, AIM_FILE_LINES = 420, 400
 MAX_FUNCTION_LINES, AIM_FUNCTION_LINES = 90, 60
 # Amounts that a change may lower. One that raises a number says why in its commit.
 AMOUNTS = {
-    "statements": 19_835,
-    "statements that step 3 reaches": 12_323,
+    "statements": 19_880,
+    "statements that step 3 reaches": 12_366,
     "files that step 3 reaches": 120,
     "files that one file imports": 24,
     "assignments `a, b = x, y`": 121,
     "conditional expressions": 860,
-    "test lines per 100 lines of code": 97,
+    "test lines per 100 lines of code": 99,
 }
 PEER_ENVIRONMENTS = Path("benchmarks/make_peer_env.sh")
 
@@ -224,8 +224,8 @@ def check_imported_libraries_are_required(tree: Tree) -> list[str]:
         is_known = top.lower() in known
         if file.parts[0] in ("tests", "benchmarks"):  # traffic is counted on the tests' pretended GPU
             is_known |= any((folder, top) in beside for folder in (file.parent, *shared))
-        if file.match("benchmarks/*_peer.py"):
-            is_known |= f'"{top}==' in tree.text(PEER_ENVIRONMENTS)
+        if file.match("benchmarks/*_peer.py") or file.match("tests/judges/ask.py"):
+            is_known |= f'"{top.replace("_", "-")}' in tree.text(PEER_ENVIRONMENTS)
         if not is_known:
             complaints.append(f"{file}:{line}: {top} is in no requirements file")
     return complaints

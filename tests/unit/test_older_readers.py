@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers
 from peft import AutoPeftModelForSequenceClassification
+from safetensors.torch import load_file, save_file
+from tiny_configs import tiny_gemma3_config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from common.data.chat_template import build_template
@@ -84,16 +86,9 @@ def older_base(tiny_model_folder, tmp_path):
 @pytest.fixture
 def older_composite(tiny_tokenizer, tmp_path):
     """A Gemma 3 with an image part."""
-    text = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    text |= {"pad_token_id": 5}  # neither EOS nor the PAD of the tokenizer
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2}
-    image = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    config = transformers.Gemma3Config(
-        text_config=text, vision_config=image | {"image_size": 28, "patch_size": 14}, mm_tokens_per_image=4
-    )
     torch.manual_seed(0)
     folder = tmp_path / "base"
-    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+    transformers.Gemma3ForConditionalGeneration(tiny_gemma3_config(320)).save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     saved = json.loads((folder / "config.json").read_text())
     del saved["text_config"]["rope_parameters"]
@@ -308,3 +303,17 @@ def test_a_pipeline_answers_in_the_form_that_was_trained_and_stops(older_base):
     answer = transformers.pipeline("text-generation", model=str(older_base.parent / "export"))
     (row,) = answer([{"role": "user", "content": " Who? "}], max_new_tokens=20, do_sample=False)
     assert row["generated_text"][-1] == {"role": "assistant", "content": " You."}
+
+
+def test_a_composite_keeps_its_bases_names_of_parts_and_what_reads_its_images(older_composite):
+    weights = load_file(older_composite / "model.safetensors")
+    older = {name.replace("vision_tower", "vision_tower.vision_model"): w for name, w in weights.items()}
+    save_file(older, older_composite / "model.safetensors", {"format": "pt"})
+    (older_composite / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
+    edit(older_composite / "tokenizer_config.json", {"extra_special_tokens": {"image_token": "a"}})
+    folder, *_ = export(older_composite, "sft")
+    assert load_file(folder / "model.safetensors").keys() == older.keys() != weights.keys()
+    assert (folder / "preprocessor_config.json").read_text() == '{"image_mean": [0.5]}'
+    saved = json.loads((folder / "tokenizer_config.json").read_text())
+    assert saved["extra_special_tokens"] == {"image_token": "a"} and saved["padding_side"] == "left"
+    assert (folder / "chat_template.jinja").read_text() == saved["chat_template"]
