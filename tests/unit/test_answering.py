@@ -46,12 +46,19 @@ def prompts_read(monkeypatch, tiny_tokenizer) -> list[str]:
     return texts
 
 
+def asked_text(answerer, messages):
+    """The conversation as the export's chat template renders it."""
+    turns = [{"role": message.role, "content": message.content} for message in messages]
+    form = {"chat_template": answerer.template.chat_template, "add_generation_prompt": True}
+    return answerer.tokenizer.apply_chat_template(turns, tokenize=False, **form)
+
+
 def test_greedy_answers_are_those_of_transformers(tiny_model_folder, tiny_tokenizer):
     folder = tiny_model_folder("gpt2")
     model = AutoModelForCausalLM.from_pretrained(folder)
     answerer = load(folder, **GREEDY)
     for question in QUESTIONS:
-        text = answerer.template.prompt_text(question)
+        text = asked_text(answerer, question)
         prompt = tiny_tokenizer(text, return_tensors="pt", return_token_type_ids=False)
         whole = model.generate(**prompt, do_sample=False, max_new_tokens=12, pad_token_id=0)
         reply = whole[0, prompt.input_ids.shape[1] :]
@@ -117,7 +124,7 @@ def test_a_long_conversation_loses_its_oldest_turns_whole(tiny_model_folder, pro
         for head in ((), system):
             answerer.answer(head + said)
             dropped = next(i for i in range(8) if f"day {i}?" in prompts_read[-1])
-            assert prompts_read[-1] == answerer.template.prompt_text(head + said[2 * dropped :])
+            assert prompts_read[-1] == asked_text(answerer, head + said[2 * dropped :])
             longer = head + said[2 * max(dropped - 1, 0) :]
             assert dropped == 0 or answerer.template._count_tokens(longer) > answerer.max_prompt_tokens
         said += (Message("assistant", "It is a sunny day."),)
