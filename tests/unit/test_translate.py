@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from common.data.adapters.row_columns import Row
-from tools.translate import PROGRAMS, STEPS, TABLES, main, read_rules, to_words
+from tools.translate import PROGRAMS, STEPS, TABLES, main, read_rules
 
 ROOT = Path(__file__).resolve().parents[2]
-# Sections "[program | library version]" of the flags of others, NAME=DEFAULT, or NAME alone of an old version.
+# Sections "[program | library version]" of the flags of others: NAME=DEFAULT, of an old version NAME alone.
 SECTIONS: dict[str, dict[str, str]] = {}
 for line in (ROOT / "tests/unit/other_trainers_flags.txt").read_text().splitlines()[1:]:
     if line.startswith("["):
@@ -28,7 +28,8 @@ VERSIONS = {
 }
 # Flags of earlier versions and of the parser itself, which no section has.
 OLDER = {
-    "warmup_ratio", "evaluation_strategy", "group_by_length", "overwrite_output_dir", "save_safetensors", "logging_dir",
+    "warmup_ratio", "evaluation_strategy", "group_by_length", "overwrite_output_dir", "save_safetensors",
+    "logging_dir",
     "include_tokens_per_second", "no_cuda", "no_gradient_checkpointing", "no_average_tokens_across_devices",
     "no_disable_dropout", "torch_dtype", "config", "bf16", "prompt_max_len", "actor_init_on_gpu",
     "perf", "ptx_coef", "exp_name", "stage", "use_kl_estimator_k3",
@@ -102,9 +103,12 @@ def test_a_name_of_openrlhf_until_0_10_is_a_present_one(program):
 
 
 LLAMAFACTORY = {  # examples/train_lora of LLaMA-Factory, with a set of each format
-    "stage": "sft", "do_train": True, "model_name_or_path": "M", "dataset": "alpaca, own", "template": "llama3",
-    "cutoff_len": 100, "output_dir": "out", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8,
-    "learning_rate": 1.0e-4, "num_train_epochs": 3.0, "lr_scheduler_type": "cosine", "warmup_ratio": 0.1, "bf16": True,
+    "stage": "sft", "do_train": True, "model_name_or_path": "M", "dataset": "alpaca, own",
+    "template": "llama3",
+    "cutoff_len": 100, "output_dir": "out", "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 8,
+    "learning_rate": 1.0e-4, "num_train_epochs": 3.0, "lr_scheduler_type": "cosine", "warmup_ratio": 0.1,
+    "bf16": True,
     "lora_target": "q_proj,v_proj", "plot_loss": True, "deepspeed": "examples/deepspeed/ds_z3_config.json",
 }  # fmt: skip
 SETS = {
@@ -152,17 +156,24 @@ def test_sets_whose_columns_or_turns_are_not_read_are_named(sets, capsys):
     ("words", "parts"),
     [
         (
-            "accelerate launch --num_processes 2 --config_file zero3.yaml examples/scripts/ppo/ppo.py --dataset_name D "
-            "--sft_model_path S --reward_model_path R --per_device_train_batch_size 4 --gradient_accumulation_steps 6 "
+            "accelerate launch --num_processes 2 --config_file zero3.yaml examples/scripts/ppo/ppo.py "
+            "--dataset_name D "
+            "--sft_model_path S --reward_model_path R --per_device_train_batch_size 4 "
+            "--gradient_accumulation_steps 6 "
             "--num_mini_batches 3 --total_episodes 100 --missing_eos_penalty 1.0 --output_dir out",
-            "deepspeed --num_gpus 2 step3_ppo/main.py, --per_device_generation_batch_size 24, --max_train_steps 3, "
-            "--per_device_training_batch_size 4, --gradient_accumulation_steps 2, --actor_zero_stage 3, --ppo_epochs 4, "
-            "--kl_coef 0.05, --reward_clip 0, --num_warmup_steps 0, --temperature 0.7, --critic_learning_rate 3e-06",
+            "deepspeed --num_gpus 2 step3_ppo/main.py, --per_device_generation_batch_size 24, "
+            "--max_train_steps 3, "
+            "--per_device_training_batch_size 4, --gradient_accumulation_steps 2, --actor_zero_stage 3, "
+            "--ppo_epochs 4, "
+            "--kl_coef 0.05, --reward_clip 0, --num_warmup_steps 0, --temperature 0.7, "
+            "--critic_learning_rate 3e-06",
         ),
         (
-            "trl sft --model_name_or_path M --dataset_name D --dataset_config c --use_peft --lora_r 8 --packing "
+            "trl sft --model_name_or_path M --dataset_name D --dataset_config c --use_peft --lora_r 8 "
+            "--packing "
             "--no_gradient_checkpointing --report_to wandb mlflow --max_steps 50 --warmup_ratio 0.1",
-            "--data_path D:c, --lora_dim 8, --lora_alpha 32, --lora_learning_rate 2e-05, --packed, --num_warmup_steps 5, "
+            "--data_path D:c, --lora_dim 8, --lora_alpha 32, --lora_learning_rate 2e-05, --packed, "
+            "--num_warmup_steps 5, "
             "--gradient_checkpointing false, --trackers wandb mlflow, --max_seq_len 1024, --eval_fraction 0",
         ),
         ("trl kto --model_name_or_path M --dataset_name D --bf16 false", "--loss kto, --dtype fp32"),
@@ -174,16 +185,21 @@ def test_sets_whose_columns_or_turns_are_not_read_are_named(sets, capsys):
         (
             "deepspeed --module openrlhf.cli.train_sft --model.model_name_or_path M --data.dataset D,E "
             "--data.input_key q --data.output_key a --train.batch_size 64",
-            "--data_path D E, --columns prompt=q,response=a, --gradient_accumulation_steps 8, --zero_stage 2, "
+            "--data_path D E, --columns prompt=q,response=a, --gradient_accumulation_steps 8, "
+            "--zero_stage 2, "
             "--num_train_epochs 2, --template plain",
         ),
         (
-            "ray job submit --address=http://127.0.0.1:8265 -- python3 -m openrlhf.cli.train_ppo_ray --pretrain M "
-            "--reward_pretrain R --prompt_data D --actor_num_gpus_per_node 4 --generate_max_len 512 --save_path out "
+            "ray job submit --address=http://127.0.0.1:8265 -- python3 -m openrlhf.cli.train_ppo_ray "
+            "--pretrain M "
+            "--reward_pretrain R --prompt_data D --actor_num_gpus_per_node 4 --generate_max_len 512 "
+            "--save_path out "
             "--eps_clip_low_high 0.2 0.3 --use_wandb KEY --stop_properly_penalty_coef -1",
             "deepspeed --num_gpus 4, --critic_model_name_or_path R, --reward model:R, --clip_range 0.2, "
-            "--clip_range_high 0.3, --per_device_generation_batch_size 256, --gradient_accumulation_steps 32, "
-            "--max_prompt_seq_len 1024, --max_answer_seq_len 512, --truncated_score -1, --trackers wandb, --reward_clip 10",
+            "--clip_range_high 0.3, --per_device_generation_batch_size 256, "
+            "--gradient_accumulation_steps 32, "
+            "--max_prompt_seq_len 1024, --max_answer_seq_len 512, --truncated_score -1, --trackers "
+            "wandb, --reward_clip 10",
         ),
     ],
     ids=lambda text: text[:30],
