@@ -6,9 +6,15 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaPreTrainedModel
 
 from common.data.adapters.row_columns import Row
+from common.models.loading import ModelOptions
+from common.models.value_model import has_saved_head, load_value_model
 from tools.translate import PROGRAMS, STEPS, TABLES, main, read_rules
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -245,3 +251,94 @@ def test_secrets_are_not_printed(capsys):
 def test_an_input_that_columns_names_follows_any_prompt():
     row = Row({"task": "How warm?", "more": "Here."}, {"prompt": "task", "input": "more"})
     assert row.prompt()[0].content == "How warm?\n\nHere."
+
+
+FAMILIES = ("trl", "openrlhf", "llamafactory")
+UNLISTED = {"evaluation_strategy", "use_kl_estimator_k3", "overwrite_output_dir"} | TABLES["launcher"][
+    "values"
+].keys()
+
+
+def page_of(family: str) -> str:
+    return (ROOT / f"docs/from_{family}.md").read_text()
+
+
+def renamed_flags(family: str) -> dict[str, set[str]]:
+    """Ours by their flag, without the prefix of a role, where the names differ by more than a group."""
+    pairs: dict[str, set[str]] = {}
+    for program in (name for name in PROGRAMS if name.startswith(family)):
+        for name, cases in read_rules(program)[0].items():
+            words = " ".join(text.partition("# ")[0] for text in cases.values())
+            ours = {re.sub("^(actor|critic)_(?!model)", "", flag) for flag in re.findall(r"--(\w+)", words)}
+            ours -= {name, name.rpartition(".")[2], name.replace(".", "_")}
+            if ours and name not in UNLISTED and not name.startswith(("set.", "no_")):
+                pairs.setdefault(name, set()).update(ours)
+    return pairs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_page_has_the_flags_of_the_tables(family):
+    page = page_of(family)
+    shown: dict[str, set[str]] = {}
+    for line in page.split("## Flags")[1].split("## ")[0].splitlines():
+        cells = [re.findall("`([^`]+)`", cell) for cell in line.split("|")[1:-1]]
+        shown |= {names[0]: set(ours) for names, ours in zip(cells[::2], cells[1::2], strict=True) if names}
+    assert shown == renamed_flags(family)
+    assert page.count("\n") <= 80, "more than two screens"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_example_of_a_page_is_what_the_tool_prints(family, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    language, theirs, ours = re.findall(
+        r"```(sh|yaml)\n(.*?)```\n\n```bash\n(.*?)```", page_of(family), re.DOTALL
+    )[0]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text('{"alpaca": {"file_name": "alpaca.json"}}')
+    (tmp_path / "ppo.yaml").write_text(theirs)
+    words = ["ppo.yaml"] if language == "yaml" else shlex.split(theirs.replace("\\\n", " "))
+    command, _, err = translated(capsys, *words)
+    assert command == " ".join(shlex.split(ours.replace("\\\n", " "))) and err == ""
+
+
+def scores_of_the_converted_model(page: str, ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Run the lines of a page, and score with the model that they save."""
+    exec(compile(page.split("```python\n")[1].split("```")[0], "page", "exec"), {})
+    assert has_saved_head("output/reward")
+    classifier = load_value_model(ModelOptions("output/reward"), vocabulary).eval().classifier
+    return classifier.score(classifier.base_model(input_ids=ids).last_hidden_state)
+
+
+def test_reward_models_of_openrlhf_and_llamafactory_are_converted(
+    tiny_model_folder, tiny_tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    base, ids = tiny_model_folder("llama"), torch.arange(1, 9)[None]
+    AutoModelForCausalLM.from_pretrained(base).save_pretrained("base_model")
+    AutoTokenizer.from_pretrained(base).save_pretrained("base_model")
+    torch.manual_seed(0)
+
+    class RewardModel(LlamaPreTrainedModel):  # OpenRLHF's: the family's base model and a head named score
+        def __init__(self, config):
+            super().__init__(config)
+            self.model = AutoModel.from_config(config)
+            self.score = torch.nn.Linear(config.hidden_size, 1, bias=False)
+            self.post_init()
+
+    theirs = RewardModel(AutoModel.from_pretrained(base).config).eval()
+    theirs.save_pretrained("openrlhf_reward")
+    tiny_tokenizer.save_pretrained("openrlhf_reward")
+    ours = scores_of_the_converted_model(page_of("openrlhf"), ids, len(tiny_tokenizer))
+    torch.testing.assert_close(ours, theirs.score(theirs.model(ids).last_hidden_state), rtol=1e-5, atol=1e-6)
+
+    options = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), options).eval()
+    adapted.save_pretrained("llamafactory_reward")
+    head = {
+        "v_head.summary.weight": torch.randn(1, adapted.config.hidden_size),
+        "v_head.summary.bias": torch.ones(1),
+    }
+    save_file(head, "llamafactory_reward/value_head.safetensors")
+    ours = scores_of_the_converted_model(page_of("llamafactory"), ids, len(tiny_tokenizer))
+    hidden = adapted(ids, output_hidden_states=True).hidden_states[-1]
+    torch.testing.assert_close(ours, hidden @ head["v_head.summary.weight"].T, rtol=1e-4, atol=1e-5)
