@@ -39,6 +39,7 @@ SCRIPTS = {
     r"(?:\S*/)?openrlhf[./]cli[./](train_[a-z_]+)(?:\.py)? .*": r"openrlhf \1",
     r"(?:\S*/)?(?:llamafactory-cli|lmf|llamafactory\.cli|src/train\.py) .*": "llamafactory",
 }
+FILE = re.compile(r".+[.](ya?ml|json)")
 START = ("--", "-m", "python", "python3")  # words that are no values of a launcher's flags
 Given = dict[str, list[str]]
 
@@ -176,8 +177,11 @@ def read_flags(words: Sequence[str]) -> Given:
 def read_file(path: str) -> Given:
     """Flags of a YAML or JSON file. Raises ValueError if it is not readable as one."""
     try:
-        loaded = dict(yaml.safe_load(Path(path).read_text(encoding="utf-8"))).items()
-        return {name: to_words(value) for name, value in loaded if value is not None}
+        return {
+            n: to_words(v)
+            for n, v in dict(yaml.safe_load(Path(path).read_text("utf-8"))).items()
+            if v is not None
+        }
     except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a readable YAML file of flags: {error}") from error
 
@@ -195,10 +199,9 @@ def read_command(words: list[str]) -> tuple[str, Given]:
     ]
     place, program = starts[0] if starts else (-1, "")
     given = read_flags(words[place + 1 :])
-    files = [word for word in given.pop("", []) if re.search(r"\.(ya?ml|json)$", word)]
-    for path in files + given.pop("config", []):
+    for path in [*filter(FILE.fullmatch, given.pop("", [])), *given.pop("config", [])]:
         given = read_file(path) | given
-    if program == "llamafactory" or (files and not program):
+    if program == "llamafactory" or (not program and FILE.fullmatch(" ".join(words[:1]))):
         able = [name for name in PROGRAMS if given.keys() <= read_rules(name)[0].keys()]
         program = able[0] if len(able) == 1 else f"llamafactory {given.pop('stage', ['sft'])[0]}"
     if program not in PROGRAMS:
@@ -222,8 +225,7 @@ def name_sets(given: Given) -> Given:
         entry = info.get(name.strip())
         if entry is None:
             raise ValueError(f"dataset {name} is not in {file}, which has {', '.join(info)}")
-        path = file.parent / entry.get("file_name", "")
-        facts["dataset"].append(entry.get("hf_hub_url", str(path)))
+        facts["dataset"].append(entry.get("hf_hub_url", str(file.parent / entry.get("file_name", ""))))
         for key, value in (entry | entry.get("columns", {}) | entry.get("tags", {})).items():
             facts[f"set.{key}"] = sorted({*facts.get(f"set.{key}", []), *to_words(value)})
     return given | facts
