@@ -9,7 +9,6 @@ that is not understood. The tables of flags are in their_flags/.
 """
 
 import difflib
-import json
 import re
 import shlex
 import sys
@@ -174,16 +173,12 @@ def read_flags(words: Sequence[str]) -> Given:
     return {name: values or ["true"] for name, values in given.items() if name or values}
 
 
-def read_file(path: str) -> Given:
-    """Flags of a YAML or JSON file. Raises ValueError if it is not readable as one."""
+def read_file(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file. Raises ValueError if it has none."""
     try:
-        return {
-            n: to_words(v)
-            for n, v in dict(yaml.safe_load(Path(path).read_text("utf-8"))).items()
-            if v is not None
-        }
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a readable YAML file of flags: {error}") from error
+        return dict(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
+    except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a readable file of names and values: {error}") from error
 
 
 def read_command(words: list[str]) -> tuple[str, Given]:
@@ -200,13 +195,13 @@ def read_command(words: list[str]) -> tuple[str, Given]:
     place, program = starts[0] if starts else (-1, "")
     given = read_flags(words[place + 1 :])
     for path in [*filter(FILE.fullmatch, given.pop("", [])), *given.pop("config", [])]:
-        given = read_file(path) | given
+        given = {n: to_words(value) for n, value in read_file(path).items() if value is not None} | given
     if program == "llamafactory" or (not program and FILE.fullmatch(" ".join(words[:1]))):
         able = [name for name in PROGRAMS if given.keys() <= read_rules(name)[0].keys()]
         program = able[0] if len(able) == 1 else f"llamafactory {given.pop('stage', ['sft'])[0]}"
     if program not in PROGRAMS:
         raise ValueError(
-            f"{program or ' '.join(words)} has no counterpart; those of {', '.join(PROGRAMS)} have one"
+            f"{program or ' '.join(words) or 'no command'} has no counterpart; those of {', '.join(PROGRAMS)} have one"
         )
     given = read_flags([word for word in words[: max(place, 0)] if word not in START]) | given
     return program, name_sets({name: values for name, values in given.items() if name})
@@ -219,11 +214,11 @@ def name_sets(given: Given) -> Given:
     file = Path(*given.get("dataset_dir", ["data"])) / "dataset_info.json"
     if "dataset" not in given or not file.exists():
         return given | ({"set.file": [str(file)]} if "dataset" in given else {})
-    info = json.loads(file.read_text(encoding="utf-8"))
+    info = read_file(file)
     facts: Given = {"dataset": []}
     for name in ",".join(given["dataset"]).split(","):
         entry = info.get(name.strip())
-        if entry is None:
+        if not isinstance(entry, dict):
             raise ValueError(f"dataset {name} is not in {file}, which has {', '.join(info)}")
         facts["dataset"].append(entry.get("hf_hub_url", str(file.parent / entry.get("file_name", ""))))
         for key, value in (entry | entry.get("columns", {}) | entry.get("tags", {})).items():

@@ -148,6 +148,20 @@ def test_a_yaml_of_llamafactory(sets, capsys):
     assert "--plot_loss true: not needed: report.html has the curves" in remarks
 
 
+def test_a_yaml_of_trl(sets, capsys):
+    (sets / "sft.yaml").write_text(
+        "model_name_or_path: M\ndataset_name: D\nuse_peft: true\nlora_target_modules: [q, v]\n"
+    )
+    command, remarks, err = translated(capsys, "trl", "sft", "--config", "sft.yaml", "--lora_r", "4")
+    assert command.startswith("python step1_sft/main.py") and "--lora_dim 4 " in command and err == ""
+    assert "--lora_module_name q|v" in command and "PEFT's choice" in " ".join(remarks)
+    (sets / "ppo.yaml").write_text("sft_model_path: S\nreward_model_path: R\ndataset_name: D\n")
+    assert translated(capsys, "ppo.yaml")[0].startswith("python step3_ppo/main.py")  # no other program fits
+    assert "set by hand: --num_gpus" in str(
+        translated(capsys, "torchrun --nnodes 2 --nproc_per_node 4 ppo.py")[1]
+    )
+
+
 def test_sets_whose_columns_or_turns_are_not_read_are_named(sets, capsys):
     (sets / "a.yaml").write_text(yaml.safe_dump(LLAMAFACTORY | {"dataset": "turns"}))
     assert "--set.role_tag speaker: expected (from|role)" in translated(capsys, "a.yaml")[2]
@@ -235,7 +249,7 @@ def test_a_command(words, parts, capsys):
             "python ppo.py --sft_model_path S --reward_model_path R --num_mini_batches 3",
             "make it a whole number",
         ),
-        ("trl sft --config none.yaml", "none.yaml is not a readable YAML file"),
+        ("trl sft --config none.yaml", "none.yaml is not a readable file"),
         ("torchrun finetune.py --lr 1", "has no counterpart"),
     ],
 )
