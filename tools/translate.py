@@ -178,7 +178,9 @@ def read_file(path: str | Path) -> dict[str, Any]:
     try:
         return dict(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
     except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a readable file of names and values: {error}") from error
+        raise ValueError(
+            f"{path} is not a readable file of names and values: {' '.join(str(error).split())}"
+        ) from error
 
 
 def read_command(words: list[str]) -> tuple[str, Given]:
@@ -200,9 +202,8 @@ def read_command(words: list[str]) -> tuple[str, Given]:
         able = [name for name in PROGRAMS if given.keys() <= read_rules(name)[0].keys()]
         program = able[0] if len(able) == 1 else f"llamafactory {given.pop('stage', ['sft'])[0]}"
     if program not in PROGRAMS:
-        raise ValueError(
-            f"{program or ' '.join(words) or 'no command'} has no counterpart; those of {', '.join(PROGRAMS)} have one"
-        )
+        name = program or " ".join(words) or "no command"
+        raise ValueError(f"{name} has no counterpart; those of {', '.join(PROGRAMS)} have one")
     given = read_flags([word for word in words[: max(place, 0)] if word not in START]) | given
     return program, name_sets({name: values for name, values in given.items() if name})
 
