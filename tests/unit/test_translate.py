@@ -281,11 +281,17 @@ def renamed_flags(family: str) -> dict[str, set[str]]:
     """Ours by their flag, without the prefix of a role, where the names differ by more than a group."""
     pairs: dict[str, set[str]] = {}
     for program in (name for name in PROGRAMS if name.startswith(family)):
-        for name, cases in read_rules(program)[0].items():
-            words = " ".join(text.partition("# ")[0] for text in cases.values())
+        rules, products = read_rules(program)
+        templates = {
+            name: " ".join(text.partition("# ")[0] for text in cases.values())
+            for name, cases in rules.items()
+        }
+        for flag, formula in products.items():
+            templates[formula.split()[0]] = f"{templates.get(formula.split()[0], '')} --{flag}"
+        for name, words in templates.items():
             ours = {re.sub("^(actor|critic)_(?!model)", "", flag) for flag in re.findall(r"--(\w+)", words)}
             ours -= {name, name.rpartition(".")[2], name.replace(".", "_")}
-            if ours and name not in UNLISTED and not name.startswith(("set.", "no_")):
+            if ours and name not in UNLISTED and not name.startswith(("set.", "no_", "2")):
                 pairs.setdefault(name, set()).update(ours)
     return pairs
 
