@@ -212,7 +212,7 @@ def check_imported_libraries_are_required(tree: Tree) -> list[str]:
     """
     texts = "\n".join(tree.text(file) for file in tree.files if file.match("requirements*.txt"))
     required = {name.lower().replace("-", "_") for name in re.findall(r"^[\w-]+", texts, re.MULTILINE)}
-    required |= {name.removesuffix("_py") for name in required}  # harper-py is imported as harper
+    required |= {name.removesuffix("_py").removeprefix("py") for name in required}  # harper-py, PyYAML
     known = (
         required | set(sys.stdlib_module_names) | {file.parts[0].removesuffix(".py") for file in tree.modules}
     )

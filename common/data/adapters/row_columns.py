@@ -52,9 +52,13 @@ class Row(dict[str, Any]):
         """
         if isinstance(raw.get("input"), Mapping):  # OpenAI's preference format: the dialogue and its tools
             raw = {name: value for name, value in raw.items() if name != "input"} | raw["input"]
+        self._joins_input = "input" in (own_names or {})  # after any prompt, not only after an instruction
         # A row joined from rows of one response each has `responses` instead of `response`.
-        lost = {"response"} if "responses" in raw else set()
-        self._names = {n: own for n, own in (own_names or {}).items() if n not in lost or own in raw}
+        self._names = {
+            name: own
+            for name, own in (own_names or {}).items()
+            if name != "response" or "responses" not in raw or own in raw
+        }
         raw = dict(raw) | {own: _value_at(raw, own, name) for name, own in self._names.items()}
         super().__init__({name: value for name, value in raw.items() if value is not None})
         # Exception for a row that fits no form: a null in a column of --columns makes the row empty, not bad.
@@ -97,7 +101,7 @@ class Row(dict[str, Any]):
         name = self.own(column)
         value = self[column]
         tasks = [task for task in _TASKS if task in self.keys()]
-        if name not in tasks or not isinstance(value, str):
+        if not (name in tasks or self._joins_input) or not isinstance(value, str):
             return parse_turns(name, value) if column == "messages" else messages_from_prompt(value, name)
         if len(tasks) > 1:
             raise BadRow(f"the row has {listed(tasks)}; name the one to ask, such as --columns prompt={name}")
