@@ -25,6 +25,7 @@ COMMANDS = {
     "doctor": ("tools/doctor.py", "check the installation"),
     "check-data": ("tools/check_data.py", "show the rows of a data set as the steps read them"),
     "check-model": ("tools/check_model.py", "check whether a model is supported"),
+    "translate": ("tools/translate.py", "commands of TRL, OpenRLHF and LLaMA-Factory as ours"),
     "evaluate-reward": ("step2_reward/rw_eval.py", "accuracy of a reward model"),
     "serve-reward": ("serving/reward_server.py", "serve a reward model over HTTP"),
 }
