@@ -114,7 +114,10 @@ def save_model(start: Start, logger: RunLogger, module: nn.Module, metadata: dic
     is_ranker = isinstance(module, ValueModel)
     save_export(folder / "export", model, start.tokenizer, metadata=metadata, needs_own_pad=is_ranker)
     save_adapter(folder / "adapter", model, start.tokenizer, metadata=metadata)
-    logger.note(f"saved {folder}/export")
+    command = f"python chat.py {folder}/export"
+    if is_ranker:
+        command = f"python step2_reward/rw_eval.py --model_name_or_path {folder}/export --data_path PAIRS"
+    logger.note(f"saved {folder}/export; try it: {command}; curves: {folder}/report.html")
 
 
 def facts_at(step: int, facts: dict[str, Any]) -> dict[str, Any]:

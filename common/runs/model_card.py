@@ -23,7 +23,6 @@ STAGES = {
     "critic": "Critic of reinforcement learning",
 }
 SCORERS = ("reward", "critic")
-OF_FOLDERS = {"data_output_path", "output_dir", "resume"}  # flags that do not change the model
 EXAMPLE = [{"role": "user", "content": "A question"}, {"role": "assistant", "content": "A response"}]
 
 
@@ -68,7 +67,8 @@ def build_card(
         example = tokenizer.apply_chat_template(EXAMPLE, tokenize=False)
         name = metadata.get("template", "chat")
         text += f"\n## Form of a conversation, template {name}\n\n```text\n{example}\n```\n"
-    given = {name for name in defaults.keys() - OF_FOLDERS if args[name] not in (defaults[name], None)}
+    without_effect = {"output_dir", *record.get("may_change", ())}  # on the model
+    given = {name for name in defaults.keys() - without_effect if args[name] not in (defaults[name], None)}
     lines = [f"--{name} {shorten(args[name])}" for name in sorted(given)]
     text += "\n## Flags other than the defaults\n\n```text\n" + "\n".join(lines) + "\n```\n"
     return ModelCard(f"---\n{header.to_yaml()}\n---\n\n{text}")

@@ -207,8 +207,10 @@ class Run(Stateful):
             "versions": _versions(),
         }
         defaults = vars(type(self.args)())
+        fields = dataclasses.fields(self.args)
         return {
             "num_steps": self.logger.num_steps,
+            "may_change": sorted(field.name for field in fields if field.metadata.get("may_change")),
             "defaults": defaults,
             "starts": [*earlier.get("starts", []), start],
         }

@@ -53,7 +53,8 @@ def check_log(text: str, output: Path, num_steps: int, num_evaluations: int) -> 
     assert re.match(
         r"\w+ data: \d+ train and \d+ eval rows of \d+ raw rows, \d+ tokens, token cache", lines[0]
     )
-    assert lines[-1] == f"saved {output}/export"
+    assert lines[-1].startswith(f"saved {output}/export; try it: python ")
+    assert lines[-1].endswith(f"; curves: {output}/report.html")
 
 
 # ---- step by step, each with what the one before left: plain python from the root
