@@ -24,7 +24,6 @@ from torch import nn
 from common.data.tokenizer import load_tokenizer, num_token_ids
 from common.flags.args import REQUIRED, Problems, flag, parse_args
 from common.models.deepspeed_chat import (
-    is_reward_model,
     is_saved_by_it,
     load_base_tokenizer,
     read_model,
@@ -39,6 +38,7 @@ from common.ranks.failures import first_line
 from common.runs.checkpoints import Checkpoint, find_checkpoints, newest_intact
 from common.runs.export import save_adapter, save_export
 from common.runs.resume import program_of
+from common.runs.run_files import RUN_FILE
 from common.runs.saved_state import TensorReader
 from step1_sft.arguments import SFTArguments
 from step2_reward.arguments import RewardArguments
@@ -136,9 +136,15 @@ def build_metadata(args: Any, what: str, state: dict[str, Any]) -> dict[str, Any
     return {"step": kind, "num_steps": step} | form | training_loop.facts_at(step, facts)
 
 
-def check_output(args: CheckpointExportArguments, problems: Problems) -> None:
-    """Exit, with all problems so far, unless the output and the repository are new."""
+def check_output(args: CheckpointExportArguments, run: Path, problems: Problems) -> None:
+    """Exit, with all problems so far, unless the output and the repository are new and `run`, the folder of
+    the run, has what the model card needs.
+    """
     folder = Path(args.output)
+    problems.add_if(
+        args.license and not (run / RUN_FILE).is_file(),
+        f"--license goes into the model card, which needs {run / RUN_FILE}; there is none: leave it out",
+    )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         problems.add(f"--output {folder} exists; give a new folder")
     problems.add_if(
@@ -160,7 +166,7 @@ def check(
     if args.what == "adapter" and not (has_lora and flags.only_optimize_lora):
         what = f"the run of {checkpoint.folder} had no LoRA, or trained more (--only_optimize_lora false)"
         problems.add(f"--what adapter: {what}; use --what model")
-    check_output(args, problems)
+    check_output(args, run_of(checkpoint), problems)
     origins = origins_of(flags, part)
     for flag_name in origins:
         path = getattr(flags, flag_name.removeprefix("--"))
@@ -186,19 +192,45 @@ def check_repository(name: str, problems: Problems) -> None:
     problems.add_if(exists, f"{flag_text} exists already; give a new name, or upload with `hf upload`")
 
 
+def run_of(checkpoint: Checkpoint) -> Path:
+    """Folder of the run that wrote a checkpoint."""
+    return checkpoint.folder.parents[1]
+
+
 def convert(args: CheckpointExportArguments, problems: Problems) -> None:
     """Export a model that DeepSpeed-Chat saved: an actor, or a reward model or critic as a classifier."""
     folder = Path(args.checkpoint)
-    check_output(args, problems)
+    problems.add_if(args.what != "model", f"--what {args.what}: {folder} is a single model; leave it out")
+    check_output(args, folder, problems)
     with startup.as_problem(problems):
         load = partial(load_tokenizer, flag="--checkpoint")
-        tokenizer = load_base_tokenizer(folder, load) or load(folder)
+        tokenizer = load_base_tokenizer(args.checkpoint, load) or load(args.checkpoint)
         model = read_model(folder)
         model.num_exported_rows = 0  # no more rows than there are tokens
-    is_scorer = is_reward_model(folder)
+    is_scorer = hasattr(model, "score")
     metadata = {"step": ("sft", "reward")[is_scorer], "template": ITS_TEMPLATE}
-    save_export(args.output, model, tokenizer, metadata=metadata, needs_own_pad=is_scorer)
-    print(f"saved {args.output}: {type(model).__name__} of {folder}, --template {ITS_TEMPLATE}")
+    save(args, model, tokenizer, metadata, is_scorer=is_scorer, run=folder)
+
+
+def save(
+    args: CheckpointExportArguments,
+    model: Any,
+    tokenizer: Any,
+    metadata: dict[str, Any],
+    *,
+    is_scorer: bool,
+    run: Path,
+) -> None:
+    """Write a model or its adapter to --output, and upload it if that is requested."""
+    if args.what == "adapter":
+        save_adapter(args.output, model, tokenizer, metadata=metadata, run=run)
+    else:
+        finish = LAYOUTS[args.layout]
+        options = {"needs_own_pad": is_scorer, "run": run, "finish": finish}
+        save_export(args.output, model, tokenizer, metadata=metadata, **options)
+    print(f"saved {args.output}: {args.what} of {args.checkpoint}, {type(plain_model(model)).__name__}")
+    if args.push_to_hub:
+        upload(args)
 
 
 def upload(args: CheckpointExportArguments) -> None:
@@ -252,22 +284,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         metadata.pop(conversation_form.READS_CLOSING, None)
     if args.license:
         metadata["license"] = args.license
-    run = checkpoint.folder.parents[1]
-    if args.what == "adapter":
-        save_adapter(args.output, model, tokenizer, metadata=metadata, run=run)
-    else:
-        save_export(
-            args.output,
-            model,
-            tokenizer,
-            metadata=metadata,
-            needs_own_pad=is_scorer,
-            run=run,
-            finish=LAYOUTS[args.layout],
-        )
-    print(f"saved {args.output}: {args.what} of {checkpoint.folder}, {type(plain_model(model)).__name__}")
-    if args.push_to_hub:
-        upload(args)
+    save(args, model, tokenizer, metadata, is_scorer=is_scorer, run=run_of(checkpoint))
 
 
 if __name__ == "__main__":

@@ -248,7 +248,7 @@ def take_turns(ways: Mapping[str, Callable[[], float]], num_runs: int) -> Rates:
 
 
 def best(rates: Rates, prefix: str) -> float | None:
-    """The highest median of the ways whose name has this prefix; None if there are none."""
+    """The highest median among names with this prefix; None without any."""
     return max((rate["median"] for name, rate in rates.items() if name.startswith(prefix)), default=None)
 
 

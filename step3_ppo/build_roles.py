@@ -121,7 +121,7 @@ def default_critic(args: Any) -> str:
 
 
 def default_rewards(args: Any) -> list[RewardSpec]:
-    """The reward model of a run without rewards of its own: the critic's model; [] without that."""
+    """The default reward, used without --reward and --environment: the critic's model; [] without one."""
     path = args.critic_model_name_or_path
     return [RewardSpec("model", path, 1.0, "model")] if path else []
 

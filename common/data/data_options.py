@@ -3,6 +3,7 @@ checks of the data before a model is loaded.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -120,14 +121,14 @@ def parse_data_split(text: str) -> tuple[float, float, float]:
     return first, second, third
 
 
-def share_indexes(num_rows: int, data_split: str, stage: int, seed: int) -> list[int]:
+def share_indexes(num_rows: int, data_split: str, stage: int, seed: int) -> Sequence[int]:
     """Row indexes of step `stage` (1, 2 or 3), ascending: all without a split, else a slice of one
     permutation, determined by `seed`.
 
     numpy guarantees RandomState's permutation, so the shares are the same in later versions.
     """
     if not data_split:
-        return list(range(num_rows))
+        return range(num_rows)
     shares = parse_data_split(data_split)
     start, end = (round(num_rows * sum(shares[:upto])) for upto in (stage - 1, stage))
     permutation = np.random.RandomState(seed % 2**32).permutation(num_rows)

@@ -43,7 +43,7 @@ def is_reward_model(folder: str | Path) -> bool:
 
 def load_base_tokenizer(folder: str, load: Callable[[str], PreTrainedTokenizerFast]) -> Any:
     """The tokenizer of the base that such a folder names, because the folder's own has no special tokens;
-    None if the folder has a whole tokenizer, or is none of DeepSpeed-Chat.
+    None if the folder has a whole tokenizer or was not saved by DeepSpeed-Chat.
 
     Raises ValueError if it cannot be loaded, or if the base's EOS is not that of the folder.
     """

@@ -92,6 +92,7 @@ def save_export(
     `finish` changes the written files before they replace the earlier ones.
     Every rank must call this. Raises SaveFailed.
     """
+    run = run or Path(folder).parent
     plain = plain_model(model)
     state = gather_state_dict(model)
     metadata = metadata or {}
@@ -99,7 +100,7 @@ def save_export(
     changes = SCORE_LABEL if needs_own_pad else {}
 
     def fill(new: Path) -> None:
-        with weights_saved_by(partial(_save_weights, header_facts(run or Path(folder).parent, metadata))):
+        with weights_saved_by(partial(_save_weights, header_facts(run, metadata))):
             _write_model(plain, state, tokenizer, new, changes)
         if finish:
             finish(new)
@@ -149,7 +150,7 @@ def _replace(
     fill: Callable[[Path], None],
     tokenizer: PreTrainedTokenizerFast,
     metadata: dict[str, Any],
-    run: Path | None,
+    run: Path,
 ) -> None:
     """Let the first rank fill a folder that replaces `folder` once it is complete.
 
@@ -164,7 +165,7 @@ def _replace(
         fill(temporary)
         _write_tokenizer(tokenizer, temporary)
         (temporary / METADATA_FILE).write_text(json.dumps(without_nan(metadata), indent=2))
-        card = build_card(temporary, run or folder.parent, metadata, tokenizer)
+        card = build_card(temporary, run, metadata, tokenizer)
         if card:
             card.save(temporary / CARD_FILE)
         publish_folder(temporary, folder)
@@ -350,6 +351,7 @@ def save_adapter(
     others = [name for name in trained if ".lora_" not in name]
     if not hasattr(model, "peft_config") or any(not name.endswith("score.weight") for name in others):
         return
+    run = run or Path(folder).parent
     plain = plain_model(model)
     pooling = getattr(plain.config, POOLING, "last")
     base = plain.name_or_path
@@ -372,7 +374,7 @@ def save_adapter(
         config.save_pretrained(temporary)
         if others and pooling != "last":  # not a field of PEFT, which warns of it
             _edit(temporary / ADAPTER_CONFIG, lambda content: content.update({POOLING: pooling}))
-        facts = header_facts(run or Path(folder).parent, metadata)
+        facts = header_facts(run, metadata)
         _save_weights(facts, weights, temporary / "adapter_model.safetensors")
 
     _replace(Path(folder), fill, tokenizer, metadata, run)

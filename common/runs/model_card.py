@@ -86,7 +86,7 @@ def header_facts(run: Path, metadata: dict[str, Any]) -> dict[str, str]:
 
 
 def base_on_hub(name: str) -> str | None:
-    """Hub name of a base model, for an export that of its own card; None if it is not known."""
+    """Hub name of a base model, read from its card if it is an export; None if it is unknown."""
     if not Path(name).exists():
         return name if has_hub_form(name) else None
     with contextlib.suppress(OSError, ValueError):

@@ -1,1 +1,1 @@
-"""DPO under a program name of its own."""
+"""DPO as a separate program."""

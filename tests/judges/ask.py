@@ -53,8 +53,8 @@ def sum_logprobs(model: Any, tokenizer: Any, talks: Chats) -> list[float]:
     """In one batch, padded on the right."""
     batch = padded(tokenizer, rendered(tokenizer, talks, is_prompt=False), "right")
     logprobs = model(**batch).logits[:, :-1].log_softmax(-1)
-    found = logprobs.gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
-    return (found * batch["attention_mask"][:, 1:]).sum(-1).tolist()
+    sampled = logprobs.gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    return (sampled * batch["attention_mask"][:, 1:]).sum(-1).tolist()
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The wheel, installed into an environment of its own: one name in site-packages, and every command works."""
+"""The wheel in a separate environment: one name in site-packages, and every command works."""
 
 import subprocess
 import sys

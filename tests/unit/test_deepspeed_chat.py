@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hub_server import hub_server
 from tiny_configs import tiny_config
 from transformers import (
     AutoConfig,
@@ -126,3 +127,27 @@ def test_write_a_critic(family, tmp_path, tiny_tokenizer):
     assert config.vocab_size == 8 * -(-(len(tiny_tokenizer) + 1) // 8)  # with a PAD; as its loader pads it
     backbone = AutoModel.from_config(config)  # as its create_critic_model makes it
     backbone.load_state_dict({name.removeprefix(BACKBONE): weight for name, weight in saved.items()})
+
+
+def test_flags_that_a_saved_model_cannot_follow(tmp_path, tiny_tokenizer, capsys):
+    old, new = tmp_path / "old", tmp_path / "new"
+    save_as_it_does(old, "opt", tiny_tokenizer, is_critic=False)
+    for flags, words in (
+        (["--what", "critic"], "--what critic: "),
+        (["--license", "mit"], "--license goes into"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            run_export([str(old), "--output", str(new), *flags])
+        assert words in capsys.readouterr().err and not new.exists()
+
+
+def test_a_saved_model_is_uploaded_and_is_none_of_a_run_around_it(tmp_path, tiny_tokenizer, monkeypatch):
+    save_as_it_does(tmp_path / "old", "opt", tiny_tokenizer, is_critic=False)
+    (tmp_path / "args.json").write_text('{"model_name_or_path": "m", "data_path": []}')
+    (tmp_path / "run.json").write_text('{"starts": [{"code": "abc"}], "defaults": {}}')  # of another model
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    with hub_server() as hub:
+        run_export([str(tmp_path / "old"), "--output", str(tmp_path / "new"), "--push_to_hub", "me/old"])
+    files = {path.name for path in (tmp_path / "new").iterdir()}
+    assert hub.repositories["me/old"]["files"].keys() - {".gitattributes"} == files
+    assert "README.md" not in files
