@@ -94,10 +94,11 @@ def start(store: dist.Store, rank: int, world_size: int, collective_timeout: flo
     """Start monitoring. Every rank of a world larger than one must call this after it joined the store."""
     global _detector
     stores = tuple(dist.PrefixStore("triptych", store.clone()) for _ in range(2))
-    _detector = FailureDetector(rank, world_size, collective_timeout, lambda: str(_position), stores)
-    _detector.send_position()  # a rank without a first heartbeat is not monitored
-    _detector.read_rank_0()
-    _detector.start()
+    detector = FailureDetector(rank, world_size, collective_timeout, lambda: str(_position), stores)
+    detector.send_position()  # a rank without a first heartbeat is not monitored
+    detector.read_rank_0()
+    detector.start()
+    _detector = detector  # only now: if rank 0 is lost before, there is no thread to wait for
     # For programs that do not use run_program.
     atexit.register(lambda: shut_down(int(hasattr(sys, "last_value"))))
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -208,6 +209,14 @@ def test_failure_detector_reports_the_rank_that_a_collective_waits_for(world):
     verdicts = world.wait(3)
     assert text_of(verdicts).startswith("rank 1 is stuck at step 2 after the update: others wait for it in a")
     assert f"--collective_timeout {LIMIT:g} s" in verdicts[0].text and not verdicts[0].stuck
+
+
+def test_a_rank_whose_first_rank_is_lost_at_the_start_still_shuts_down():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=0.2))
+    with pytest.raises(dist.DistStoreError):  # rank 0 sends no heartbeat
+        watchdog.start(store, rank=1, world_size=2, collective_timeout=5.0)
+    watchdog.shut_down(4)  # there is no thread to wait for
+    assert watchdog._detector is None
 
 
 def test_is_dead_and_kill_of_stopped_zombie_and_remote_processes():
