@@ -20,6 +20,8 @@ import torch
 
 from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.data.stage_datasets import StageData
+from common.flags.args import default_of
+from common.flags.config_file import text_of_config
 from common.flags.value_forms import Interval
 from common.models.fingerprint import changed_models, fingerprint
 from common.models.four_bit import whole_shape
@@ -36,7 +38,7 @@ from common.runs.durable_files import (
     write_file,
 )
 from common.runs.export import METADATA_FILE
-from common.runs.resume import EarlierRun
+from common.runs.resume import EarlierRun, program_of
 from common.runs.run_logger import ROOT, RunLogger
 from common.runs.saved_state import RandomState, Stateful, TensorReader
 
@@ -149,6 +151,8 @@ class Run(Stateful):
         if distributed.is_main() and self.folder:
             self._clear()
             self._write_json(run_files.ARGS_FILE, self.flags)
+            text = text_of_config(self.args, default_of, program_of(self.flags))
+            write_file(self.folder / run_files.CONFIG_FILE, text)
             self._write_json(run_files.RUN_FILE, self.describe())
         distributed.barrier()
         for note in earlier.notes:
