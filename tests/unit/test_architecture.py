@@ -37,13 +37,13 @@ MAX_FILE_LINES, AIM_FILE_LINES = 420, 400
 MAX_FUNCTION_LINES, AIM_FUNCTION_LINES = 90, 60
 # Amounts that a change may lower. One that raises a number says why in its commit.
 AMOUNTS = {
-    "statements": 20_170,
-    "statements that step 3 reaches": 12_494,
+    "statements": 20_203,
+    "statements that step 3 reaches": 12_509,
     "files that step 3 reaches": 121,
     "files that one file imports": 24,
     "assignments `a, b = x, y`": 121,
     "conditional expressions": 879,
-    "test lines per 100 lines of code": 100,
+    "test lines per 100 lines of code": 101,
 }
 PEER_ENVIRONMENTS = Path("benchmarks/make_peer_env.sh")
 
