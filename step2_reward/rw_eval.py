@@ -15,6 +15,12 @@ from pathlib import Path
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from common.flags.args import begin_script
+from step2_reward.arguments import RewardEvalArguments
+
+if __name__ == "__main__":
+    begin_script(RewardEvalArguments, __doc__)
+
 import torch
 
 from common.data.collators import collate_pairs
@@ -28,7 +34,6 @@ from common.programs import conversation_form, model_checks, running, startup
 from common.programs.reward_scorer import load_frozen_value_model
 from common.ranks import distributed
 from step2_reward.answer_scores import compute_pair_scores
-from step2_reward.arguments import RewardEvalArguments
 from step2_reward.pair_trainer import evaluate_pairs
 
 

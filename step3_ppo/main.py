@@ -18,9 +18,14 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from common.flags.args import begin_script
+from step3_ppo.arguments import PPOArguments
+
+if __name__ == "__main__":
+    begin_script(PPOArguments, __doc__)
+
 from common.data.collators import collate_prompts
 from common.data.global_batches import GlobalBatches, RowPlan
-from common.data.stage_datasets import StageData
 from common.models.policy_model import language_model
 from common.programs import conversation_form, running, startup
 from common.programs.training_loop import (
@@ -35,14 +40,11 @@ from common.ranks.failures import StepSkipped, TooManyBadSteps
 from common.runs.durable_files import SaveFailed, remove_folder
 from common.runs.export import save_export
 from common.runs.run import Run
-from common.runs.saved_state import EngineState
-from step3_ppo.arguments import PPOArguments
-from step3_ppo.build_trainer import build_pretraining_batches, build_trainer
+from step3_ppo.build_trainer import build_pretraining_batches, build_run, build_trainer
 from step3_ppo.checks import PPOStart, check_start_up
 from step3_ppo.evaluation import select_eval_prompts
 from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.roles import Roles
-from step3_ppo.trainer_state import TrainerState
 
 EXPORT_BEST = "export_best"
 
@@ -56,29 +58,6 @@ def topology_lines(args: PPOArguments, roles: Roles) -> list[str]:
     )
     line += f"generation by {roles.actor.hybrid_engine.layout.describe()}"
     return [line] if num_ranks > 1 else []
-
-
-def build_run(start: PPOStart, trainer: PPOTrainer, prompts: GlobalBatches, data: StageData) -> Run:
-    """Build the Run that checkpoints every stateful component. Every rank must call this."""
-    args = start.args
-    roles = trainer.roles
-    samples = args.samples_per_update * distributed.world_size()
-    rows = {
-        "--per_device_generation_batch_size x --generation_batches": prompts.order.global_rows,
-        "--per_device_training_batch_size x --gradient_accumulation_steps": samples,
-    }
-    parts: dict[str, Any] = {"actor": EngineState(roles.actor.model)}
-    if roles.critic:
-        parts["critic"] = EngineState(roles.critic.model)
-    if trainer.ema:
-        parts["ema"] = trainer.ema
-    if trainer.ref_average:
-        parts["ref_ema"] = trainer.ref_average
-    parts["trainer"] = TrainerState(trainer)
-    steps = len(prompts)
-    return Run(
-        args, start.earlier, trainer.logger, data, rows, parts, steps_per_epoch=steps, frozen=start.frozen
-    )
 
 
 def train(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import difflib
 import functools
+import os
 import re
 import shlex
 import sys
@@ -22,6 +23,7 @@ from typing import Any, TypeVar
 from common.flags.config_file import Setting, read_config
 from common.flags.other_names import IGNORED, OLDER_NAMES, REMOVED, SWITCHES, WITHOUT_VALUE, split_values
 from common.flags.problems import KINDS, RANGE, Problems, describe_range, is_usable, shortened
+from common.flags.streams import harden_streams
 
 MAX_SHOWN = 40  # with more flags, --help shows only the usual ones
 REQUIRED = object()
@@ -207,6 +209,22 @@ def parse_args(
         if field.metadata["required"] and given.get(field.name, "") in ("", []):
             problems.add(f"--{field.name} is required: {field.metadata['help']}")
     return cls(**values)
+
+
+def say_loading() -> None:
+    """Print, on the first rank of a program that begins, what it loads: its imports take several seconds."""
+    if os.environ.get("RANK", "0") == "0":
+        harden_streams()
+        print("[   0 s] loading torch, transformers and deepspeed", file=sys.stderr)
+
+
+def begin_script(cls: type, description: str) -> None:
+    """Print the help if it is asked for, and exit; else what is loaded. A step calls this before its slow
+    imports; `description` is its docstring.
+    """
+    if {"-h", "--help", "--help_all"} & set(sys.argv[1:]):
+        parse_args(cls, description=description.splitlines()[0], problems=Problems())
+    say_loading()
 
 
 def _convert_all(
