@@ -22,12 +22,11 @@ COLUMNS = (
     "objective/score",
     "objective/kl",
     "distill/divergence",
-    "policy/loss",
-    "policy/entropy",
-    "value/loss",
-    "value/explained_variance",
     "rollout/response_tokens",
-    "perf/step_seconds",
+    "policy/loss",
+    "policy/clip_fraction",
+    "value/loss",
+    "perf/generate_tokens_per_second",
 )
 
 

@@ -76,6 +76,10 @@ def build_run(start: PPOStart, trainer: PPOTrainer, prompts: GlobalBatches, data
         parts["ref_ema"] = trainer.ref_average
     parts["trainer"] = TrainerState(trainer)
     steps = len(prompts)
+    if trainer.evaluation:
+        trainer.logger.time_left.expect(
+            "evaluate", lambda step: args.eval_interval.is_due(step, steps, seconds=0)
+        )
     return Run(
         args, start.earlier, trainer.logger, data, rows, parts, steps_per_epoch=steps, frozen=start.frozen
     )

@@ -205,6 +205,10 @@ def train(
         args, start.earlier, logger, data, sizes, parts, steps_per_epoch=len(order), frozen=start.frozen
     )
     eval_clock = IntervalClock(args.eval_interval, len(order))
+    logger.time_left.expect(
+        "evaluate",
+        lambda step: step % len(order) == 0 or args.eval_interval.is_due(step, len(order), seconds=0),
+    )
 
     def evaluate(step: int) -> None:
         is_due = step == logger.num_steps or step % len(order) == 0

@@ -88,6 +88,10 @@ class Run(Stateful):
         self.stop = StopRequest()
         self.last_saved = ""
         self.save_clock = IntervalClock(args.save_interval, steps_per_epoch)
+        if args.save_interval:
+            logger.time_left.expect(
+                "save", lambda step: args.save_interval.is_due(step, steps_per_epoch, seconds=0)
+            )
 
     def json_state(self) -> dict[str, Any]:
         """Progress of the run, and the digest of its data."""

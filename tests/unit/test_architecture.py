@@ -37,12 +37,12 @@ MAX_FILE_LINES, AIM_FILE_LINES = 420, 400
 MAX_FUNCTION_LINES, AIM_FUNCTION_LINES = 90, 60
 # Amounts that a change may lower. One that raises a number says why in its commit.
 AMOUNTS = {
-    "statements": 20_128,
-    "statements that step 3 reaches": 12_452,
-    "files that step 3 reaches": 121,
+    "statements": 20_204,
+    "statements that step 3 reaches": 12_527,
+    "files that step 3 reaches": 122,
     "files that one file imports": 24,
     "assignments `a, b = x, y`": 121,
-    "conditional expressions": 876,
+    "conditional expressions": 878,
     "test lines per 100 lines of code": 100,
 }
 PEER_ENVIRONMENTS = Path("benchmarks/make_peer_env.sh")
