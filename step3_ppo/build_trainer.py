@@ -26,12 +26,11 @@ COLUMNS = (
     "objective/score",
     "objective/kl",
     "distill/divergence",
-    "policy/loss",
-    "policy/entropy",
-    "value/loss",
-    "value/explained_variance",
     "rollout/response_tokens",
-    "perf/step_seconds",
+    "policy/loss",
+    "policy/clip_fraction",
+    "value/loss",
+    "perf/generate_tokens_per_second",
 )
 
 
@@ -116,6 +115,10 @@ def build_run(start: PPOStart, trainer: PPOTrainer, prompts: GlobalBatches, data
         parts["ref_ema"] = trainer.ref_average
     parts["trainer"] = TrainerState(trainer)
     steps = len(prompts)
+    if trainer.evaluation:
+        trainer.logger.time_left.expect(
+            "evaluate", lambda step: args.eval_interval.is_due(step, steps, seconds=0)
+        )
     return Run(
         args, start.earlier, trainer.logger, data, rows, parts, steps_per_epoch=steps, frozen=start.frozen
     )

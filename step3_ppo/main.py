@@ -62,7 +62,6 @@ def topology_lines(args: PPOArguments, roles: Roles) -> list[str]:
 
 def train(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
     """Run the remaining steps. Raises Stopped, and TooManyBadSteps with the state saved."""
-    evaluation = trainer.evaluation
 
     def train_step(step: int) -> None:
         metrics = trainer.train_step(step, run)
@@ -72,10 +71,7 @@ def train(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
     best = Path(start.args.output_dir, EXPORT_BEST)
     if start.args.output_dir and not start.earlier.checkpoints and distributed.is_main() and best.is_dir():
         remove_folder(best)  # of an earlier run
-    while evaluation and run.step == 0 and evaluation.is_due(0, run.logger.num_steps):
-        evaluate_and_export(start, trainer, run)  # retry if it failed: later evaluations compare with it
-        run.checkpoint_if_due(0)
-    run_steps(run, train_step, lambda step: evaluate_and_export(start, trainer, run))
+    run_steps(run, train_step, lambda _: evaluate_and_export(start, trainer, run))
 
 
 def evaluate_and_export(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
@@ -89,10 +85,12 @@ def evaluate_and_export(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
     if evaluation is None or not evaluation.is_due(step, run.logger.num_steps):
         return
     try:
-        with watchdog.phase("the evaluation", step, clock="evaluate"):
+        with run.stoppable(), watchdog.phase("the evaluation", step, clock="evaluate"):
             metrics = evaluation.evaluate(step)
     except StepSkipped as error:
         run.record_bad_step(step, error)
+        if step == 0:  # retry: later evaluations compare with this one
+            evaluate_and_export(start, trainer, run)
         return
     if not args.output_dir or not evaluation.is_best(metrics):
         return
@@ -177,7 +175,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # ---- export -----------------------------------------------------------------------------------------
     if args.output_dir and run.num_updates:
-        save_all(start, trainer, run)
+        with run.stoppable():
+            save_all(start, trainer, run)
     trainer.logger.close()
     trainer.logger.write_report()
     if too_many:
