@@ -67,8 +67,9 @@ ppo: {{algorithm: grpo}}
 ```
 
 From Python, call a program's `main` with the same arguments: `from step1_sft.main import main`, then
-`main(["--data_path", "a.jsonl", "--max_train_steps", "5"])`. It raises `SystemExit` where the program would
-exit, and one process can run several programs one after the other.
+`main(["--data_path", "a.jsonl", "--max_train_steps", "5"])`. It returns the run's folder, its
+export and its last metrics, raises `SystemExit` where the program would exit, and one process can run several
+programs one after the other.
 
 ## Programs
 

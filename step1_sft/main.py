@@ -26,14 +26,18 @@ from common.data.global_batches import Groups
 from common.data.tokenizer import num_token_ids
 from common.programs import running, single_model, startup, training_loop
 from common.ranks import watchdog
+from common.runs.run_files import RunResult, read_result
 from step1_sft.sft_trainer import SFTTrainer
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Check the flags, load, train, evaluate, export. `argv` defaults to sys.argv[1:]."""
+def main(argv: Sequence[str] | None = None) -> RunResult | None:
+    """Check the flags, load, train, evaluate, export; return the outcome of a finished run.
+
+    `argv` defaults to sys.argv[1:].
+    """
     start, data = single_model.begin(SFTArguments, 1, __doc__.splitlines()[0], argv)
     if data is None:
-        return
+        return read_result(start.args.output_dir)
     args = start.args
     with startup.as_problem(start.problems):
         groups = Groups(data.train.numbers("conversation"), sources=data.sources)
@@ -44,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         num_tokens = num_token_ids(start.tokenizer)
         model = training_loop.load_policy(args, start.ds_config, num_tokens, dropout=args.dropout)
         trainer = single_model.build_trainer(SFTTrainer, start, model, num_steps)
-    single_model.train(start, data, rows, trainer, data.eval)
+    return single_model.train(start, data, rows, trainer, data.eval)
 
 
 if __name__ == "__main__":

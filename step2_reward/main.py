@@ -32,6 +32,7 @@ from common.flags.args import Problems
 from common.models.saved_adapters import POOLING
 from common.programs import running, single_model, startup, training_loop
 from common.ranks import watchdog
+from common.runs.run_files import RunResult, read_result
 from step2_reward.answer_scores import shared_length
 from step2_reward.kto_trainer import KTOTrainer, MismatchedRows
 from step2_reward.pair_trainer import DPOTrainer, RewardTrainer
@@ -53,11 +54,14 @@ def check_pooling(config: Any, args: RewardArguments, problems: Problems) -> Non
     )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Check the flags, load, train, evaluate, export. `argv` defaults to sys.argv[1:]."""
+def main(argv: Sequence[str] | None = None) -> RunResult | None:
+    """Check the flags, load, train, evaluate, export; return the outcome of a finished run.
+
+    `argv` defaults to sys.argv[1:].
+    """
     start, data = single_model.begin(RewardArguments, 2, __doc__.splitlines()[0], argv, check_pooling)
     if data is None:
-        return
+        return read_result(start.args.output_dir)
     args = start.args
     kind = {"dpo": DPOTrainer, "kto": KTOTrainer, "reward": RewardTrainer}[args.kind]
     is_policy = kind is not RewardTrainer
@@ -85,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         # would differ from its reference before training.
         model = load(args, start.ds_config, num_token_ids(start.tokenizer), dropout=args.dropout or 0.0)
         trainer = single_model.build_trainer(kind, start, model, num_steps)
-    single_model.train(start, data, rows, trainer, held_out, reference)
+    return single_model.train(start, data, rows, trainer, held_out, reference)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from common.ranks.failures import StepSkipped, TooManyBadSteps
 from common.runs.durable_files import SaveFailed, remove_folder
 from common.runs.export import save_export
 from common.runs.run import Run
+from common.runs.run_files import RunResult, read_result
 from step3_ppo.build_trainer import build_pretraining_batches, build_run, build_trainer
 from step3_ppo.checks import PPOStart, check_start_up
 from step3_ppo.evaluation import select_eval_prompts
@@ -132,13 +133,16 @@ def save_all(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
             save_export(folder, actor, start.tokenizer, metadata=metadata)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Check the flags, load, train, export. `argv` defaults to sys.argv[1:]."""
+def main(argv: Sequence[str] | None = None) -> RunResult | None:
+    """Check the flags, load, train, export; return the outcome of a finished run.
+
+    `argv` defaults to sys.argv[1:].
+    """
     # ---- flags and checks: no model yet -----------------------------------------------------------------
     start = check_start_up(__doc__.splitlines()[0], argv)
     data = startup.enter(start)
     if data is None:
-        return
+        return read_result(start.args.output_dir)
     args, problems = start.args, start.problems
 
     # ---- data -------------------------------------------------------------------------------------------
@@ -181,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer.logger.write_report()
     if too_many:
         raise too_many
-    run.finish()
+    return run.finish()
 
 
 if __name__ == "__main__":

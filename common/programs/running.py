@@ -25,7 +25,7 @@ def _exit_at_once(*_: Any) -> None:
     os._exit(130)
 
 
-def run_program(program: Callable[[], None]) -> None:
+def run_program(program: Callable[[], Any]) -> None:
     """Run a program's main function.
 
     Ctrl-C, a skipped step, an out-of-memory error and another rank's failure end it with one line and no

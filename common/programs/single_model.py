@@ -31,6 +31,7 @@ from common.programs.training_loop import (
 from common.ranks import distributed, watchdog
 from common.ranks.step_costs import COSTS
 from common.runs.run import IntervalClock, Run
+from common.runs.run_files import RunResult
 from common.runs.run_logger import RunLogger
 from common.runs.saved_state import EngineState, Stateful
 
@@ -187,8 +188,9 @@ def build_trainer(kind: type[Trainer], start: Start, model: nn.Module, num_steps
 
 def train(
     start: Start, data: StageData, rows: TrainingRows, trainer: Trainer, held_out: Any, reference: Any = None
-) -> None:
-    """Start or resume a run, train it to its end, and write the trained model and its adapter.
+) -> RunResult:
+    """Start or resume a run, train it to its end, and write the trained model and its adapter; return its
+    outcome.
 
     `held_out` are the rows of an evaluation. `reference` is saved in checkpoints with the model; before the
     first step it computes its log-probabilities of the rows. Raises Stopped after a request to stop,
@@ -250,4 +252,4 @@ def train(
             save_model(start, logger, trainer.engine.module, metadata)
     logger.close()
     logger.write_report()
-    run.finish()
+    return run.finish()

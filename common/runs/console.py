@@ -19,6 +19,9 @@ LABELS = {  # of metrics; else the last part of the name
     "value/loss": "value_loss",
 }
 
+# Ends of the names of metrics that tell whether a run was worth it; the first that the run has counts.
+OUTCOMES = ("eval/score", "/eval_accuracy", "/eval_loss", "objective/score", "/loss")
+
 
 class TimeLeft:
     """Estimate of the remaining seconds of a run: its steps, evaluations and checkpoints still to come.
@@ -93,6 +96,22 @@ class StepTable:
             table.add_row(f"  {name}", format_number(value), change)
         self.last |= metrics
         return "".join(segment.text for segment in SCREEN.render(table)).rstrip("\n")
+
+
+def outcome_line(first: Mapping[str, float], last: Mapping[str, float]) -> str:
+    """The metric that tells whether a run was worth it, before and after, from the first and last values; ""
+    if there is none.
+    """
+    names = [name for end in OUTCOMES for name in last if name.endswith(end)]
+    if not names:
+        return ""
+    name = names[0]
+    line = f"result: {name} {format_number(first[name])} before, {format_number(last[name])} after"
+    if "eval/win_rate" in last:
+        line += f"; {last['eval/win_rate']:.0%} of the responses score above those before"
+    if "eval" not in name:
+        line += "; these are training rows: --eval_fraction 0.1 would hold some out"
+    return line
 
 
 def format_number(value: float | None, sign: str = "") -> str:

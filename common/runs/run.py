@@ -293,12 +293,16 @@ class Run(Stateful):
             limit = f"skipped {count} steps, --max_bad_steps allows {self.args.max_bad_steps}"
             raise TooManyBadSteps(f"{error}\n{limit}") from error
 
-    def finish(self) -> None:
+    def finish(self) -> run_files.RunResult:
         """Record that the run is complete, and its exports, which have all been written."""
+        last = without_nan(self.logger.last)
+        metrics = {name: value for name, value in last.items() if not name.startswith("perf/")}
+        export = self.folder and self.folder / "export"
         if distributed.is_main() and self.folder:
             exports = sorted(path.parent.name for path in self.folder.glob(f"*/{METADATA_FILE}"))
-            facts = {"steps": self.logger.num_steps, "exports": exports}
+            facts = {"steps": self.logger.num_steps, "exports": exports, "metrics": metrics}
             write_file(self.folder / run_files.FINISHED_FILE, json.dumps(facts))
+        return run_files.RunResult(self.folder, export, metrics)
 
 
 def _write_batches(path: Path, step: int, error: StepSkipped) -> str:

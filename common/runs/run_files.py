@@ -14,7 +14,7 @@ import socket
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from common.runs.durable_files import read_if_whole
 
@@ -34,6 +34,23 @@ _REJECTED = 2
 # The open lock file of the folder that this process holds, its contents, and its previous contents. Closing
 # any other handle of the file in this process also releases the lock.
 _held: tuple[IO[str], dict[str, Any], dict[str, Any]] | None = None
+
+
+class RunResult(NamedTuple):
+    """Outcome of a finished run; the paths are None without --output_dir."""
+
+    folder: Path | None
+    export: Path | None
+    metrics: dict[str, float]  # last values by name, without times and speeds
+
+
+def read_result(output_dir: str) -> RunResult | None:
+    """Outcome of the finished run in a folder; None if there is none."""
+    folder = Path(output_dir)
+    finished = read_if_whole(folder / FINISHED_FILE)
+    if not (output_dir and finished):
+        return None
+    return RunResult(folder, folder / "export", finished.get("metrics", {}))
 
 
 def read_lock(folder: Path) -> dict[str, Any]:

@@ -27,8 +27,8 @@ import torch
 from common.flags.groups import RunArguments
 from common.ranks import distributed, passes
 from common.ranks.failures import kind_and_line
-from common.runs.console import StepTable, TimeLeft
-from common.runs.durable_files import WRITING, json_line, read_if_whole, sync
+from common.runs.console import StepTable, TimeLeft, outcome_line
+from common.runs.durable_files import WRITING, json_line, read_if_whole, sync, without_nan
 from common.runs.run_files import METRICS, REPORT, ROLLOUTS, SAMPLES, TRACKERS_FILE
 from common.runs.saved_state import Stateful, TensorReader
 
@@ -83,6 +83,8 @@ class RunLogger(Stateful):
     def __init__(self, args: RunArguments, columns: Sequence[str], num_steps: int) -> None:
         self.table = StepTable(columns, num_steps)
         self.time_left = TimeLeft(num_steps)
+        self.first: dict[str, float] = {}  # first value of each metric
+        self.last: dict[str, float] = {}
         self.log_interval = args.log_interval
         self.num_steps = num_steps
         self.is_on = distributed.is_main()
@@ -115,11 +117,13 @@ class RunLogger(Stateful):
             if file.size:
                 sync(file.path)
         sizes = {name: file.size for name, file in self.files.items()}
-        return {"sizes": sizes, "seconds": time.monotonic() - self.started}
+        seconds = time.monotonic() - self.started
+        return {"sizes": sizes, "seconds": seconds, "first": without_nan(self.first)}
 
     def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
         """Truncate the files to their saved lengths, so that repeated steps occur once."""
         self.started = time.monotonic() - state["seconds"]
+        self.first = state.get("first", {})  # earlier versions did not save it
         for name, file in self.files.items():
             file.size = state["sizes"].get(name, 0)
             file.append()
@@ -134,6 +138,7 @@ class RunLogger(Stateful):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a step everywhere; `step` counts from 1."""
         metrics = {**metrics, "perf/peak_memory_gib": peak_memory_gib()}
+        self._keep(metrics)
         seconds = time.monotonic() - self.started
         self._write(METRICS, step, {"seconds": round(seconds, 3), **metrics})
         self.trackers.log(metrics, step)
@@ -145,9 +150,14 @@ class RunLogger(Stateful):
 
     def log_event(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log metrics of an occasional event (an evaluation), as a table of their own."""
+        self._keep(metrics)
         self._write(METRICS, step, metrics)
         self.trackers.log(metrics, step)
         self.note(self.table.event(step, metrics))
+
+    def _keep(self, metrics: Mapping[str, float]) -> None:
+        self.first = {**metrics, **self.first}
+        self.last |= metrics
 
     def sample(self, step: int, **fields: Any) -> None:
         """Write a sample to samples.jsonl."""
@@ -162,7 +172,9 @@ class RunLogger(Stateful):
             self.files[ROLLOUTS].append(gzip.compress(lines.encode(), mtime=0))
 
     def close(self) -> None:
-        """Close the trackers and write waiting lines."""
+        """Print the outcome of the run, close the trackers, and write waiting lines."""
+        if outcome := outcome_line(self.first, self.last):
+            self.note(outcome)
         self.trackers.close()
         for file in self.files.values():
             file.append()

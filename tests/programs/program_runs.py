@@ -92,13 +92,13 @@ def wait_for_steps(output: Path, metric: str, count: int, process: subprocess.Po
         time.sleep(0.05)
 
 
-def run_here(step: int, values: dict[str, Any] | Sequence[str], *, module: str = "main") -> None:
-    """Run a program's main function in this process, which must be (or become) a process group."""
+def run_here(step: int, values: dict[str, Any] | Sequence[str], *, module: str = "main") -> Any:
+    """Return what a program's main function returns in this process, which must be or become a group."""
     words = as_flags(values) if isinstance(values, dict) else list(values)
     program = importlib.import_module(f"{STEPS[step]}.{module}")
     try:
         with mock.patch.object(model_flops, "MEASURED_SECONDS", 0.01):  # of the processor's speed
-            program.main(words)
+            return program.main(words)
     except SystemExit as left:  # as running.run_program does for a process of its own
         run_files.release_lock(left.code)
         raise

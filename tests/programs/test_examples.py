@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 from page_commands import commands_of
-from program_runs import ROOT, read_curve, run, run_here
+from program_runs import ROOT, read_curve, read_metrics, run, run_here
+from tiny_inputs import step_flags
 from transformers import AutoModelForCausalLM
 
+from common.runs import run_files
 from step3_ppo.algorithms import ALGORITHMS
 from tools import check_data
 
@@ -49,6 +51,19 @@ def test_own_data(start, tiny, capsys):
     output = start(train)
     assert len(read_curve(output, "sft/loss")) == 2
     AutoModelForCausalLM.from_pretrained(output / "export")
+
+
+def test_a_program_returns_the_outcome_of_its_run(tiny, tmp_path, lone_process, no_pictures):
+    flags = step_flags(tiny, 1, max_train_steps=2, eval_fraction=0.2, output_dir=tmp_path / "run")
+    result = run_here(1, flags)
+    assert (result.folder, result.export) == (tmp_path / "run", tmp_path / "run/export")
+    values = {n: v for row in read_metrics(tmp_path / "run") for n, v in row.items()}
+    kept = {name: value for name, value in values.items() if name.startswith("sft/")}
+    assert result.metrics == kept and "sft/eval_loss" in kept
+    run_files.release_lock(0)
+    assert run_here(1, flags) == result, "it had finished"
+    run_files.release_lock(0)
+    assert run_here(1, flags | {"output_dir": ""})[:2] == (None, None)
 
 
 def test_own_reward(start):

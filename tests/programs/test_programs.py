@@ -20,7 +20,15 @@ EXPORT = {
     "triptych.json", "README.md",
 }  # fmt: skip
 CLASSIFIER = EXPORT - {"generation_config.json"}
-ALWAYS = {"args.json", "metrics.jsonl", "finished.json", "report.html", "run.json", "lock.json"}
+ALWAYS = {
+    "args.json",
+    "config.yaml",
+    "metrics.jsonl",
+    "finished.json",
+    "report.html",
+    "run.json",
+    "lock.json",
+}
 NUM_STEPS = 3
 
 
@@ -56,8 +64,9 @@ def check_log(text: str, output: Path, num_steps: int, num_evaluations: int) -> 
     assert re.match(
         r"\w+ data: \d+ train and \d+ eval rows of \d+ raw rows, \d+ tokens, token cache", lines[0]
     )
-    assert lines[-1].startswith(f"saved {output}/export; try it: python ")
-    assert lines[-1].endswith(f"; curves: {output}/report.html")
+    assert lines[-2].startswith(f"saved {output}/export; try it: python ")
+    assert lines[-2].endswith(f"; curves: {output}/report.html")
+    assert re.match(r"result: \S+ -?[\d.]+ before, -?[\d.]+ after", lines[-1])
 
 
 # ---- step by step, each with what the one before left: plain python from the root

@@ -4,7 +4,7 @@ import pytest
 
 from common.flags.value_forms import Interval
 from common.runs import console
-from common.runs.console import StepTable, TimeLeft, format_number
+from common.runs.console import StepTable, TimeLeft, format_number, outcome_line
 
 
 @pytest.fixture
@@ -20,6 +20,28 @@ def at_steps(clock, left, first, last, **costs):
     for step in range(first, last + 1):
         clock[0] += 10.0 + sum(costs.values())
         left.add(step, {f"perf/{name}_seconds": seconds for name, seconds in costs.items()})
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "line"),
+    [
+        ({"eval/score": -1.0, "policy/loss": 1.0},
+         {"policy/loss": 0.5, "eval/score": 2.5, "eval/win_rate": 0.79},
+         "result: eval/score -1 before, 2.5 after; 79% of the responses score above those before"),
+        ({"reward/loss": 0.7, "reward/eval_accuracy": 0.5, "reward/eval_loss": 0.7},
+         {"reward/loss": 0.2, "reward/eval_accuracy": 0.875, "reward/eval_loss": 0.3},
+         "result: reward/eval_accuracy 0.5 before, 0.875 after"),
+        ({"objective/score": 0.25, "policy/loss": 1.0}, {"objective/score": 0.5, "policy/loss": 0.0},
+         "result: objective/score 0.25 before, 0.5 after; these are training rows: --eval_fraction 0.1 would "
+         "hold some out"),
+        ({"sft/loss": None}, {"sft/loss": 2.0}, "result: sft/loss - before, 2 after; these are"),
+        ({"a/b": 1.0}, {"a/b": 2.0}, ""),
+        ({}, {}, ""),
+    ],
+)  # fmt: skip
+def test_the_last_line_has_the_metric_that_counts(first, last, line):
+    shown = outcome_line(first, last)
+    assert shown.startswith(line) and bool(shown) == bool(line)
 
 
 def test_neither_the_start_nor_the_first_step_counts(clock):

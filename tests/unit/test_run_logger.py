@@ -39,7 +39,8 @@ def test_run_logger_writes_files_and_lines(tmp_path, capsys):
     assert printed[0].split() == ["after", "step", "0/3", "value", "change"]
     assert printed[1].split() == ["sft/eval_loss", "3"]
     assert printed[2].split() == ["step", "loss", "step_seconds", "left"]
-    steps = [line.split() for line in printed[3:]]
+    assert printed[-1].startswith("result: sft/eval_loss 3 before, 3 after")
+    steps = [line.split() for line in printed[3:-1]]
     assert [step[0] for step in steps] == ["2/3", "3/3"], "step 1 is not due"
     assert steps[0][1:3] == ["0.5", "0.5"] and steps[1][3] == "0:00:00"
     assert "sft/hidden" in (tmp_path / "report.html").read_text()
