@@ -6,9 +6,9 @@ RUN apt-get update && apt-get install -y --no-install-recommends python3-venv py
 RUN python3 -m venv /opt/venv
 ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH
 WORKDIR /triptych
-COPY requirements*.txt ./
+COPY requirements*.txt constraints.txt ./
 COPY training_scripts/setup_env.sh training_scripts/
-RUN ["bash", "-ec", "for file in requirements requirements-dev; do source training_scripts/setup_env.sh $file.txt; done"]
+RUN ["bash", "-ec", "for file in requirements-demo requirements-dev; do source training_scripts/setup_env.sh $file.txt; done"]
 RUN if command -v nvcc; then python -m pip install --no-build-isolation -r requirements-gpu.txt; fi
 COPY . .
 CMD ["bash", "-c", "bash training_scripts/demo/run_demo.sh && bash tests/run.sh"]

@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.flags.access_token import server_token
-from common.flags.args import REQUIRED, Problems, flag, parse_args
+from common.flags.args import REQUIRED, Problems, flag, parse_args, say_loading
+
+if __name__ == "__main__":
+    say_loading()
+
 from common.programs import running, startup
 from serving.answering import (
     Sampling,

@@ -25,8 +25,12 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
+from common.flags.args import REQUIRED, Problems, flag, parse_args, say_loading
+
+if __name__ == "__main__":
+    say_loading()
+
 from common.data.example import Message
-from common.flags.args import REQUIRED, Problems, flag, parse_args
 from common.models.value_model import has_saved_head
 from common.programs import running, startup
 from common.programs.conversation_form import closing_of

@@ -17,12 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from common.flags.args import REQUIRED, Problems, flag, parse_args, say_loading
+
+if __name__ == "__main__":
+    say_loading()
+
 import torch
 from huggingface_hub import HfApi
 from torch import nn
 
 from common.data.tokenizer import load_tokenizer, num_token_ids
-from common.flags.args import REQUIRED, Problems, flag, parse_args
 from common.models.deepspeed_chat import (
     is_saved_by_it,
     load_base_tokenizer,

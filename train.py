@@ -27,6 +27,9 @@ from common.flags.args import Problems, flag, parse_args
 from common.flags.problems import has_hub_form
 from common.flags.streams import run_tool
 from common.runs.run_files import REPORT, STOPPED
+from step1_sft.arguments import SFTArguments
+from step2_reward.arguments import RewardArguments
+from step3_ppo.arguments import PPOArguments
 from training_scripts.launch_table import DEPLOYMENTS, STEPS, find_script, run_flags, script_flags
 
 ROOT = Path(__file__).resolve().parent
@@ -36,6 +39,7 @@ BAD_INPUT = 2
 SIZES = {s: f"facebook/opt-{s}" for s in ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")}
 RUN = "training_scripts/run.sh"  # for a model without its own script
 NAMES = {1: "sft", 2: "reward", 3: "ppo"}  # of the steps, in run.sh and our flags
+PARTS = {"sft": SFTArguments, "reward": RewardArguments, "ppo": PPOArguments}  # of a --config file
 
 
 @dataclass
@@ -258,7 +262,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Check, run the requested steps, report. `argv` defaults to sys.argv[1:]."""
     problems = Problems()
     words = [_with_underscores(word) for word in (sys.argv[1:] if argv is None else argv)]
-    args = parse_args(TrainArguments, words, description=__doc__.splitlines()[0], problems=problems)
+    args = parse_args(
+        TrainArguments, words, description=__doc__.splitlines()[0], problems=problems, parts=PARTS
+    )
     check(args, problems)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     env = os.environ | {"PATH": path, "NO_PLAN": "1"}  # for run.sh: all steps are planned here

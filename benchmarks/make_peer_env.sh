@@ -24,7 +24,7 @@ if [[ $# -ne 2 ]]; then
     echo "usage: bash benchmarks/make_peer_env.sh $PEERS DIR" >&2
     exit 2
 fi
-TRANSFORMERS="transformers~=5.23.0"
+TRANSFORMERS="transformers~=5.24.0"
 TRAINERS=("datasets~=5.2" "accelerate~=1.15" "peft~=0.21.2" "pillow~=12.0")
 SERVED=("openai~=3.54" "fastapi~=0.165.0" "pydantic~=2.14" "uvicorn~=0.54.0")
 case "$1" in

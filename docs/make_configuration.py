@@ -54,6 +54,18 @@ off by `--packed false`. The column *on resume* says whether a run that resumes 
 ([resume.md](resume.md)) may change the flag. A flag *without effect* is accepted for the sake of
 DeepSpeed-Chat's scripts; the program prints why it does nothing.
 
+`--config run.yaml` reads flags from a YAML file, by their names. The command line takes precedence. An
+unknown or repeated flag is an error with its line. Each run writes `config.yaml` with the flags that differ
+from their defaults: `--config OUTPUT_DIR/config.yaml` alone resumes or repeats the run, and with another
+`--output_dir` it starts again. A file of `train.py` has the steps' flags under `sft`, `reward` and `ppo`:
+
+```yaml
+actor_model: Qwen/Qwen2.5-0.5B
+data_path: pairs.jsonl
+sft: {{lora_dim: 8, packed: true}}
+ppo: {{algorithm: grpo}}
+```
+
 From Python, call a program's `main` with the same arguments: `from step1_sft.main import main`, then
 `main(["--data_path", "a.jsonl", "--max_train_steps", "5"])`. It raises `SystemExit` where the program would
 exit, and one process can run several programs one after the other.

@@ -57,7 +57,10 @@ class AnsweringArguments(TokenizerArguments, DecodeArguments):
         "", "conversation template; empty: that of the model's training", choices=TEMPLATE_NAMES
     )
     dtype: str = flag(
-        "", "weights and activations; empty: bf16 on a GPU that supports it, else fp32", choices=tuple(DTYPES)
+        "",
+        "weights and activations; empty: bf16 on a GPU that supports it, else fp32; auto: on a CPU, "
+        "the faster of the two",
+        choices=(*DTYPES, "auto"),
     )
 
 
@@ -193,14 +196,23 @@ class Answerer:
         )
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a whole conversation, up to the start of the response.
+        """Token ids of a whole conversation, up to the start of the response, or to the end of a last message
+        of the assistant, which the response continues.
 
         Raises ValueError if it has too many characters to fit, or if the template cannot render it.
         """
         self._check_characters([message.content for message in messages])
         if self.template.keeps_headers:  # white space unchanged, as other programs render it
             messages = [Turn(*message) for message in messages]
-        return self.template.encode(self._segments(messages), sys.maxsize).input_ids
+        if messages[-1].role == "assistant":
+            segments = self.template.continued(messages)
+        else:
+            segments = self._segments(messages)
+        text = "".join(segment.text for segment in segments)
+        for message in messages:
+            if message.role == "system" and message.content.strip() not in text:
+                raise ValueError(f"the chat template omits a system message: {message.content[:40]!r}")
+        return self.template.encode(segments, sys.maxsize).input_ids
 
     def _segments(self, messages: Sequence[Message]) -> list[Segment]:
         """A conversation whose earlier replies end as in the export's chat template."""
@@ -327,6 +339,7 @@ def load_answerer(
     path: str, template: Template, args: AnsweringArguments, sampling: Sampling, *, seed: int | None = None
 ) -> Answerer:
     """The model at `path`, ready to respond. Raises ValueError if its weights cannot be loaded."""
+    startup.print_note(*startup.resolve_dtype(args))
     base = base_of(path)
     options = ModelOptions(
         base,

@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fastapi.responses import StreamingResponse
+from fastapi.responses import FileResponse, StreamingResponse
 from pydantic import StringConstraints
-from starlette.staticfiles import StaticFiles
 
 from common.data.example import Message
 from common.ranks.failures import first_line, kind_and_line
@@ -159,7 +158,8 @@ def create_app(
     @app.get("/api/state")
     def state() -> dict[str, Any]:
         """State that the page loads at the start."""
-        return {"has_prompts": arena.prompts is not None, "num_models": len(arena.models)}
+        forms = {name: model.template.description for name, model in arena.models.items()}
+        return {"has_prompts": arena.prompts is not None, "forms": forms}
 
     @app.post("/api/pairs")
     def ask(body: NewPair) -> StreamingResponse:
@@ -197,5 +197,7 @@ def create_app(
         return {"models": list(arena.models)}
 
     add_openai_routes(app, arena.models, arena.sampling)
-    app.mount("/", StaticFiles(directory=_PAGE, html=True))
+    files = {f"/{path.name}": path for path in _PAGE.iterdir()} | {"/": _PAGE / "index.html"}
+    for path, file in files.items():  # a mount at / would respond to every other path, by any method
+        app.add_route(path, lambda _, file=file: FileResponse(file), methods=["GET"])
     return Guard(app, token, is_local=is_local, open_paths=_OPEN_PATHS)

@@ -122,11 +122,14 @@ class ChatRequest(_Request):
     @field_validator("messages")
     @classmethod
     def _check_roles(cls, messages: list[_Message]) -> list[_Message]:
-        if not messages or messages[-1].role != "user":
-            raise ValueError("the last message must be from the user")
-        if any(message.role == "system" for message in messages[1:]):
-            raise ValueError("only the first message may have role system")
+        if not messages or messages[-1].role == "system":
+            raise ValueError("the last message must be from the user, or the start of the assistant's reply")
         return messages
+
+    @property
+    def keeps_space(self) -> bool:
+        """Whether white space around the response is kept: it continues a text."""
+        return self.messages[-1].role == "assistant"
 
     @property
     def num_logprobs(self) -> int | None:
@@ -181,6 +184,7 @@ class CompletionRequest(_Request):
     kind: ClassVar[str] = "text_completion"
     chunk_kind: ClassVar[str] = "text_completion"
     prompt_field: ClassVar[str] = "prompt"
+    keeps_space: ClassVar[bool] = True
 
     def max_answer_tokens(self, default: int) -> int:
         """Token limit of a response; the protocol's by default, but not above `default`."""
@@ -286,7 +290,7 @@ def _respond(request: ChatRequest | CompletionRequest, model: Answerer, sampling
             answers += model.respond(
                 ids,
                 sampling,
-                keeps_space=isinstance(request, CompletionRequest),
+                keeps_space=request.keeps_space,
                 on_text=lambda number, text, first=first: on_text(first + number, text),
             )
         return answers

@@ -7,7 +7,9 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
+import os
 import re
+import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Collection
@@ -65,10 +67,18 @@ def address_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class _Server(uvicorn.Server):
+    def handle_exit(self, number: int, frame: Any) -> None:
+        """End the process at once: a thread that computes a response cannot be cancelled, and would abort the
+        interpreter's own exit. Judgements are on disk.
+        """
+        os.write(2, f"stopped by {signal.Signals(number).name}\n".encode())
+        os._exit(128 + number)
+
+
 def run_server(app: Callable, bound: socket.socket) -> None:
-    """Serve until Ctrl-C; a page that still waits for a response does not delay the end."""
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
-    uvicorn.Server(config).run(sockets=[bound])
+    """Serve until Ctrl-C or SIGTERM, which end the process with exit code 130 or 143."""
+    _Server(uvicorn.Config(app, log_level="warning")).run(sockets=[bound])
 
 
 # ---- errors
@@ -124,6 +134,8 @@ def build_app(max_request_bytes: int) -> FastAPI:
         location = [part for part in map(str, wrong["loc"]) if part.isalnum() or part.isidentifier()]
         value = "" if wrong["type"] == "missing" else f" {shortened(repr(wrong['input']))}"
         detail = f"{'.'.join(location)}{value}: {wrong['msg'].removeprefix('Value error, ')}"
+        if wrong["loc"] == ("body",) and wrong["type"] != "value_error":
+            detail = "body: it is not a JSON object; send one, with Content-Type: application/json"
         path = request.url.path
         status = 400 if path.startswith("/v1/") else 422
         code = _OPENAI_CODES.get(wrong["type"], "invalid_value")

@@ -15,12 +15,17 @@ from pathlib import Path
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from common.flags.args import begin_script
+from step1_sft.arguments import SFTArguments
+
+if __name__ == "__main__":
+    begin_script(SFTArguments, __doc__)
+
 from common.data.collators import collate_sft
 from common.data.global_batches import Groups
 from common.data.tokenizer import num_token_ids
 from common.programs import running, single_model, startup, training_loop
 from common.ranks import watchdog
-from step1_sft.arguments import SFTArguments
 from step1_sft.sft_trainer import SFTTrainer
 
 

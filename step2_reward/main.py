@@ -19,6 +19,12 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from common.flags.args import begin_script
+from step2_reward.arguments import RewardArguments
+
+if __name__ == "__main__":
+    begin_script(RewardArguments, __doc__)
+
 from common.data.collators import collate_pairs
 from common.data.global_batches import Groups
 from common.data.tokenizer import num_token_ids
@@ -27,7 +33,6 @@ from common.models.saved_adapters import POOLING
 from common.programs import running, single_model, startup, training_loop
 from common.ranks import watchdog
 from step2_reward.answer_scores import shared_length
-from step2_reward.arguments import RewardArguments
 from step2_reward.kto_trainer import KTOTrainer, MismatchedRows
 from step2_reward.pair_trainer import DPOTrainer, RewardTrainer
 from step2_reward.reference import Reference

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from common.data.collators import collate_pairs
 from common.ranks import distributed, watchdog
+from common.ranks.passes import watched
 from common.runs.saved_state import Stateful, TensorReader, TensorSlice
 
 
@@ -55,16 +56,16 @@ class Reference(Stateful):
         evaluated.
         """
         train, held_out = self.pairs.values()
-        missing = [row for row in rows if train.logprobs[row].isnan().any()]
-        if missing and is_begun:
+        num_missing = int(train.logprobs[rows].isnan().any(1).sum())
+        if num_missing and is_begun:
             raise ValueError(
                 f"--max_train_steps {trainer.args.max_train_steps}, --num_train_epochs "
-                f"{trainer.args.num_train_epochs}: {len(missing)} more rows need the "
+                f"{trainer.args.num_train_epochs}: {num_missing} more rows need the "
                 "reference's log-probabilities, but the model has been trained since; start over with "
                 "--resume overwrite"
             )
         if not is_begun:
-            compute_reference(trainer, train, missing)
+            compute_reference(trainer, train, rows)
             compute_reference(trainer, held_out, range(len(held_out)))
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
@@ -92,12 +93,15 @@ def compute_reference(trainer: Any, pairs: ReferencePairs, rows: Sequence[int]) 
     by_length = sorted(rows, key=lambda row: (lengths[row], row))  # by length, for less padding
     size = trainer.args.per_device_eval_batch_size
     rank = distributed.rank()
-    computed = torch.zeros_like(pairs.logprobs, dtype=torch.float64)
-    for first in range(0, len(by_length), size * distributed.world_size()):
-        own_rows = by_length[first + rank * size :][:size]
-        batch = own_rows or by_length[:1]  # the same number of passes on every rank
+    num_rows = size * distributed.world_size()
+    batches = [by_length[first : first + num_rows] for first in range(0, len(by_length), num_rows)]
+    for batch_rows in watched(batches, len(batches), "batches"):
+        if not pairs.logprobs[batch_rows].isnan().any():  # by a run that was stopped in this pass
+            continue
+        own = batch_rows[rank * size :][:size]
+        batch = own or by_length[:1]  # every rank makes a pass
         logprobs = trainer.compute_logprobs(collate_pairs([pairs[row] for row in batch])).view(-1, 2)
-        if own_rows:
-            computed[own_rows] = logprobs.double().cpu()
-    # Each row has one rank's value and zeros: the sum is that value.
-    pairs.logprobs[rows] = distributed.reduce_sum(computed)[rows].float()
+        computed = torch.zeros(len(batch_rows), 2, dtype=torch.float64)
+        computed[rank * size :][: len(own)] = logprobs[: len(own)].double().cpu()
+        # Each row has one rank's value and zeros: the sum is that value.
+        pairs.logprobs[batch_rows] = distributed.reduce_sum(computed).float()

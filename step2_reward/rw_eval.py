@@ -15,6 +15,12 @@ from pathlib import Path
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from common.flags.args import begin_script
+from step2_reward.arguments import RewardEvalArguments
+
+if __name__ == "__main__":
+    begin_script(RewardEvalArguments, __doc__)
+
 import torch
 
 from common.data.collators import collate_pairs
@@ -26,9 +32,8 @@ from common.flags.plugins import import_plugins
 from common.models.value_model import has_saved_head
 from common.programs import conversation_form, model_checks, running, startup
 from common.programs.reward_scorer import load_frozen_value_model
-from common.ranks import distributed
+from common.ranks import distributed, watchdog
 from step2_reward.answer_scores import compute_pair_scores
-from step2_reward.arguments import RewardEvalArguments
 from step2_reward.pair_trainer import evaluate_pairs
 
 
@@ -60,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if distributed.is_main():
         print("\n".join(data.report.lines()))
     batches = evaluation_batches(rows, collate_pairs, rows_per_batch=args.per_device_eval_batch_size)
-    figures = evaluate_pairs(lambda batch: compute_pair_scores(model, batch)[:2], batches)
+    with watchdog.phase("the evaluation"):
+        figures = evaluate_pairs(lambda batch: compute_pair_scores(model, batch)[:2], batches)
     if distributed.is_main():
         _print_samples(model, [rows[i] for i in range(min(args.num_samples, len(rows)))], tokenizer)
         for metric, value in figures.items():

@@ -5,8 +5,11 @@ from typing import Any
 
 from common.data.collators import collate_texts
 from common.data.global_batches import GlobalBatches, RowPlan
-from common.data.stage_datasets import build_pretraining
+from common.data.stage_datasets import StageData, build_pretraining
 from common.programs.training_loop import build_logger
+from common.ranks import distributed
+from common.runs.run import Run
+from common.runs.saved_state import EngineState
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.build_roles import build_roles
 from step3_ppo.checks import PPOStart
@@ -17,17 +20,17 @@ from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.rewards.reward_specs import build_text_reward, reward_bias
 from step3_ppo.rewards.scorer import Scorer
 from step3_ppo.rollout import Rollout
+from step3_ppo.trainer_state import TrainerState
 
 COLUMNS = (
     "objective/score",
     "objective/kl",
     "distill/divergence",
-    "policy/loss",
-    "policy/entropy",
-    "value/loss",
-    "value/explained_variance",
     "rollout/response_tokens",
-    "perf/step_seconds",
+    "policy/loss",
+    "policy/clip_fraction",
+    "value/loss",
+    "perf/generate_tokens_per_second",
 )
 
 
@@ -92,3 +95,30 @@ def build_trainer(
     kl = KLController(args.kl_coef, args.kl_target, args.kl_horizon)
     losses = PPOLosses(args, roles, kl, start.policy_loss, pretraining)
     return PPOTrainer(algorithm, rollout, losses, prompts, logger, held_out)
+
+
+def build_run(start: PPOStart, trainer: PPOTrainer, prompts: GlobalBatches, data: StageData) -> Run:
+    """Build the Run that checkpoints every stateful component. Every rank must call this."""
+    args = start.args
+    roles = trainer.roles
+    samples = args.samples_per_update * distributed.world_size()
+    rows = {
+        "--per_device_generation_batch_size x --generation_batches": prompts.order.global_rows,
+        "--per_device_training_batch_size x --gradient_accumulation_steps": samples,
+    }
+    parts: dict[str, Any] = {"actor": EngineState(roles.actor.model)}
+    if roles.critic:
+        parts["critic"] = EngineState(roles.critic.model)
+    if trainer.ema:
+        parts["ema"] = trainer.ema
+    if trainer.ref_average:
+        parts["ref_ema"] = trainer.ref_average
+    parts["trainer"] = TrainerState(trainer)
+    steps = len(prompts)
+    if trainer.evaluation:
+        trainer.logger.time_left.expect(
+            "evaluate", lambda step: args.eval_interval.is_due(step, steps, seconds=0)
+        )
+    return Run(
+        args, start.earlier, trainer.logger, data, rows, parts, steps_per_epoch=steps, frozen=start.frozen
+    )

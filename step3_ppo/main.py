@@ -18,9 +18,14 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from common.flags.args import begin_script
+from step3_ppo.arguments import PPOArguments
+
+if __name__ == "__main__":
+    begin_script(PPOArguments, __doc__)
+
 from common.data.collators import collate_prompts
 from common.data.global_batches import GlobalBatches, RowPlan
-from common.data.stage_datasets import StageData
 from common.models.policy_model import language_model
 from common.programs import conversation_form, running, startup
 from common.programs.training_loop import (
@@ -35,14 +40,11 @@ from common.ranks.failures import StepSkipped, TooManyBadSteps
 from common.runs.durable_files import SaveFailed, remove_folder
 from common.runs.export import save_export
 from common.runs.run import Run
-from common.runs.saved_state import EngineState
-from step3_ppo.arguments import PPOArguments
-from step3_ppo.build_trainer import build_pretraining_batches, build_trainer
+from step3_ppo.build_trainer import build_pretraining_batches, build_run, build_trainer
 from step3_ppo.checks import PPOStart, check_start_up
 from step3_ppo.evaluation import select_eval_prompts
 from step3_ppo.ppo_trainer import PPOTrainer
 from step3_ppo.roles import Roles
-from step3_ppo.trainer_state import TrainerState
 
 EXPORT_BEST = "export_best"
 
@@ -58,32 +60,8 @@ def topology_lines(args: PPOArguments, roles: Roles) -> list[str]:
     return [line] if num_ranks > 1 else []
 
 
-def build_run(start: PPOStart, trainer: PPOTrainer, prompts: GlobalBatches, data: StageData) -> Run:
-    """Build the Run that checkpoints every stateful component. Every rank must call this."""
-    args = start.args
-    roles = trainer.roles
-    samples = args.samples_per_update * distributed.world_size()
-    rows = {
-        "--per_device_generation_batch_size x --generation_batches": prompts.order.global_rows,
-        "--per_device_training_batch_size x --gradient_accumulation_steps": samples,
-    }
-    parts: dict[str, Any] = {"actor": EngineState(roles.actor.model)}
-    if roles.critic:
-        parts["critic"] = EngineState(roles.critic.model)
-    if trainer.ema:
-        parts["ema"] = trainer.ema
-    if trainer.ref_average:
-        parts["ref_ema"] = trainer.ref_average
-    parts["trainer"] = TrainerState(trainer)
-    steps = len(prompts)
-    return Run(
-        args, start.earlier, trainer.logger, data, rows, parts, steps_per_epoch=steps, frozen=start.frozen
-    )
-
-
 def train(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
     """Run the remaining steps. Raises Stopped, and TooManyBadSteps with the state saved."""
-    evaluation = trainer.evaluation
 
     def train_step(step: int) -> None:
         metrics = trainer.train_step(step, run)
@@ -93,10 +71,7 @@ def train(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
     best = Path(start.args.output_dir, EXPORT_BEST)
     if start.args.output_dir and not start.earlier.checkpoints and distributed.is_main() and best.is_dir():
         remove_folder(best)  # of an earlier run
-    while evaluation and run.step == 0 and evaluation.is_due(0, run.logger.num_steps):
-        evaluate_and_export(start, trainer, run)  # retry if it failed: later evaluations compare with it
-        run.checkpoint_if_due(0)
-    run_steps(run, train_step, lambda step: evaluate_and_export(start, trainer, run))
+    run_steps(run, train_step, lambda _: evaluate_and_export(start, trainer, run))
 
 
 def evaluate_and_export(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
@@ -110,10 +85,12 @@ def evaluate_and_export(start: PPOStart, trainer: PPOTrainer, run: Run) -> None:
     if evaluation is None or not evaluation.is_due(step, run.logger.num_steps):
         return
     try:
-        with watchdog.phase("the evaluation", step, clock="evaluate"):
+        with run.stoppable(), watchdog.phase("the evaluation", step, clock="evaluate"):
             metrics = evaluation.evaluate(step)
     except StepSkipped as error:
         run.record_bad_step(step, error)
+        if step == 0:  # retry: later evaluations compare with this one
+            evaluate_and_export(start, trainer, run)
         return
     if not args.output_dir or not evaluation.is_best(metrics):
         return
@@ -198,7 +175,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # ---- export -----------------------------------------------------------------------------------------
     if args.output_dir and run.num_updates:
-        save_all(start, trainer, run)
+        with run.stoppable():
+            save_all(start, trainer, run)
     trainer.logger.close()
     trainer.logger.write_report()
     if too_many:

@@ -6,6 +6,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,7 +107,8 @@ class PPOTrainer:
         is used.
         """
         while len(self.waiting) <= self.args.rollout_staleness:
-            with watchdog.phase("the rollout", step):
+            unread = partial(setattr, self.prompts, "num_steps", self.prompts.num_steps)
+            with run.stoppable(unread), watchdog.phase("the rollout", step):
                 run_hooks("before_rollout", self, None)
                 batch = self.rollout.collect(self.prompts, version=step - 1)
                 batch = run_hooks("after_rollout", self, batch)

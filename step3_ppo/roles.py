@@ -24,6 +24,7 @@ from common.models.output_head import OutputHead, SamplingMask, hidden_states
 from common.models.policy_model import PolicyModel, language_model
 from common.models.value_model import compute_scores
 from common.ranks import distributed, watchdog
+from common.ranks.passes import watched
 from common.ranks.step_costs import COSTS
 from common.ranks.zero3 import gather_whole, local_shard, swapped_shards
 from step3_ppo.arguments import PPOArguments
@@ -53,7 +54,7 @@ class Role:
     def score(self, batches: Sequence[PackedBatch]) -> list[Any]:
         """Outputs of the role for each batch. Every rank must call this with the same number of batches."""
         with self.scoring():
-            return [self.score_batch(batch) for batch in batches]
+            return [self.score_batch(batch) for batch in watched(batches, len(batches), "micro-batches")]
 
     @contextmanager
     def scoring(self) -> Iterator[None]:

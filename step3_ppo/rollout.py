@@ -17,6 +17,7 @@ from common.generation.generate import Generation, PromptBatch
 from common.models.output_head import SamplingMask
 from common.ranks import distributed, watchdog
 from common.ranks.failures import StepSkipped
+from common.ranks.passes import watched
 from step3_ppo.algorithms import divergence_beta
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.environments import KIND, NUM_TURNS, Conversation, scores_of
@@ -134,7 +135,7 @@ class Rollout:
 
     def sample(
         self,
-        prompt_batches: Iterable[PackedBatch],
+        prompt_batches: Sequence[PackedBatch],
         version: int,
         num_samples: int,
         first: int,
@@ -150,7 +151,7 @@ class Rollout:
         if self.environments:
             self.environments.first_failure = ""
         with self.roles.actor.generation_mode():  # once for all batches, since it may move weights
-            for index, prompts in enumerate(prompt_batches):
+            for index, prompts in enumerate(watched(prompt_batches, len(prompt_batches), "batches")):
                 position = index * distributed.world_size() + distributed.rank()
                 numbers = first + position * len(prompts) + torch.arange(len(prompts))
                 conversations: list[Conversation] = []

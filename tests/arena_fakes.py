@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import uvicorn
 from fastapi.testclient import TestClient
@@ -40,6 +41,7 @@ class FakeModel(Answerer):
     def __init__(self, name: str, say: Callable[[str], str] | None = None) -> None:
         self.say = say or (lambda text: f"{name} heard {text}")
         self.tokenizer, self.max_length = Characters(), 200
+        self.template = SimpleNamespace(description="plain text")
         self.num_token_ids = len(self.tokenizer)
         self.asked: list[Sampling] = []
 

@@ -4,6 +4,9 @@ from typing import Any
 
 import transformers
 
+# Its attention calls what is registered from transformers 5.24 on.
+PADDED_IN_5_23 = {"gptj"} if transformers.__version__.startswith("5.23.") else set()
+
 _HEADS = {"num_attention_heads": 4, "hidden_size": 32, "num_hidden_layers": 2}
 _MLP = _HEADS | {"intermediate_size": 64, "max_position_embeddings": 128}
 _GROUPED = _MLP | {"num_key_value_heads": 2}

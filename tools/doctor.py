@@ -25,14 +25,15 @@ Line = tuple[str, str, str]  # state, subject, result and cure
 
 
 def check_packages() -> Iterator[Line]:
-    """Compare Python and requirements.txt with the installed versions, and import those in IMPORTED."""
+    """Compare Python and the requirements with the installed versions, and import those in IMPORTED."""
     from packaging.requirements import Requirement
 
     state = OK if sys.version_info >= (3, 11) else PROBLEM
     yield state, "Python", f"{platform.python_version()}; 3.11 or later is needed"
-    needed, _, optional = (ROOT / "requirements.txt").read_text(encoding="utf-8").partition("\n# Only ")
-    for lines, if_missing in ((needed, PROBLEM), (optional.partition("\n")[2], NOTE)):
-        for text in filter(None, (line.partition("#")[0].strip() for line in lines.splitlines())):
+    for file, if_missing in (("requirements.txt", PROBLEM), ("requirements-demo.txt", NOTE)):
+        lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+        texts = [line.partition("#")[0].strip() for line in lines if not line.startswith("-")]
+        for text in filter(None, texts):
             wanted = Requirement(text)
             cure = f'pip install "{text}"'
             try:

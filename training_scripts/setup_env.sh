@@ -5,12 +5,14 @@
 #
 # An active virtual environment (VIRTUAL_ENV) or conda environment (CONDA_PREFIX) is used unchanged; otherwise .venv is
 # created in the repository root and activated. An installed torch is kept; if there is none, 2.13.0 is installed, in the
-# build of the package index. The installer is uv if it is available, else pip. Installation is skipped if the
-# environment has a stamp with the digest of the same requirements: a second call takes a fraction of a second.
+# build for the GPU's driver, or for CPUs if there is none: uv finds it in torch's own index. If pip has an index of its
+# own here, or torch's cannot be reached, it is the build of the package index. The installer is uv if it is available,
+# else pip. All other packages get the versions of constraints.txt, with which the tests passed. Installation is skipped
+# if the environment has a stamp with the digest of the same files: a second call takes a fraction of a second.
 #
 # PYTHON=python3.12     the interpreter that creates .venv (3.11 or newer)
 # TRIPTYCH_OFFLINE=1    also export HF_HUB_OFFLINE=1: models and data come from local files or the cache only
-# UV_TORCH_BACKEND=cpu  read by uv: torch's CPU build, even if the index has the CUDA build
+# UV_TORCH_BACKEND=cpu  read by uv: torch's CPU build even where there is a GPU; or cu128, ...
 
 _TRIPTYCH_TORCH=2.13.0 # if none is installed: the version that most tests ran on
 
@@ -50,12 +52,12 @@ _triptych_activate_venv() {
     source "$root/.venv/bin/activate"
 }
 
-# Prints the digest of the interpreter's version and of a requirements file with all files that it includes by -r.
+# Prints the digest of the interpreter's version, constraints.txt, and a requirements file with all that it includes by -r.
 _triptych_digest() {
     python - "$1" <<'PYTHON'
 import hashlib, pathlib, sys
 digest = hashlib.sha256(sys.version.encode())
-files = [pathlib.Path(sys.argv[1])]
+files = [pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[1]).with_name("constraints.txt")]
 for file in files:
     text = file.read_text()
     digest.update(text.encode())
@@ -82,6 +84,31 @@ if not parts(low) <= parts(found) < parts(high):
 PYTHON
 }
 
+# Prints the NVIDIA driver and its newest CUDA version; "no NVIDIA driver" if there is none.
+_triptych_find_driver() {
+    local header
+    header=$(nvidia-smi 2>/dev/null | grep -o 'Driver Version: *[0-9.]*.*CUDA[^:]*Version: *[0-9.]*') || header=""
+    [[ -n "$header" ]] && echo "$header" | sed -E 's/Driver Version: *([0-9.]+).*: *([0-9.]+)/driver \1, CUDA \2/' ||
+        echo "no NVIDIA driver"
+}
+
+# Installs torch, in the build for the driver if uv and torch's own index can be reached.
+_triptych_install_torch() {
+    local prefix=$1 uv
+    if ! uv=$(command -v uv) && ! python -m pip config list 2>/dev/null | grep -Eq 'index-url|find-links'; then
+        uv=$prefix/.triptych-uv/bin/uv
+        python -m pip install --quiet --target "$prefix/.triptych-uv" uv 2>/dev/null || true
+    fi
+    if [[ -x "$uv" ]] && UV_TORCH_BACKEND=${UV_TORCH_BACKEND:-auto} \
+        "$uv" pip install --quiet --python "$prefix/bin/python" "torch==$_TRIPTYCH_TORCH" 2>/dev/null; then
+        rm -rf "$prefix/.triptych-uv"
+    else
+        rm -rf "$prefix/.triptych-uv"
+        "${install[@]}" "torch==$_TRIPTYCH_TORCH" || return 1
+    fi
+    echo "setup_env.sh: torch $(_triptych_find_torch "$2"); $(_triptych_find_driver)"
+}
+
 # Installs a requirements file. Runs in a subshell, so that the caller's traps are unchanged.
 _triptych_install() (
     requirements=$1 begun=$2 prefix=$(dirname "$2") with=pip
@@ -101,13 +128,13 @@ _triptych_install() (
     fi
     torch=$(_triptych_find_torch "$(dirname "$requirements")/requirements.txt") || exit 1
     needed=1 size="about 200 MB" kept=${torch:+, keeps torch $torch}
-    [[ -n "$torch" ]] ||
-        needed=3 size+=" and torch $_TRIPTYCH_TORCH: 200 MB, or 3 GB where the index gives the CUDA build"
+    [[ -n "$torch" ]] || needed=3 size+=" and torch $_TRIPTYCH_TORCH: 200 MB for CPUs, 3 GB for GPUs"
     echo "setup_env.sh: $with installs ${requirements##*/} into $prefix$kept; downloads $size"
     free=$(df -Pk "$prefix" | awk 'NR == 2 {print int($4 / 2^20)}')
     ((free >= needed)) || _triptych_fail "$prefix has $free GB free, $needed are needed; free some and call again" || exit 1
     # torch separately and first: later packages find it installed and cannot replace its build.
-    { [[ -n "$torch" ]] || "${install[@]}" "torch==$_TRIPTYCH_TORCH"; } && "${install[@]}" -r "$requirements" ||
+    { [[ -n "$torch" ]] || _triptych_install_torch "$prefix" "$(dirname "$requirements")/requirements.txt"; } &&
+        "${install[@]}" -r "$requirements" -c "$(dirname "$requirements")/constraints.txt" ||
         _triptych_fail "installing ${requirements##*/} failed, by the message above (no version found: mostly no" \
             "network or a proxy). Call again: it goes on from here" || exit 1
     rm "$begun"

@@ -38,6 +38,7 @@ class ChatTemplate(Template):
     """The tokenizer's own chat template: a row is exactly the text that it renders."""
 
     name = "chat"
+    description = "its chat template"
     keeps_headers = True
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, variables: str = "") -> None:
@@ -132,6 +133,10 @@ class ChatTemplate(Template):
             pieces += [Segment(context[len(done) :], False), Segment(learnt, True)]
             done = context + learnt
         return pieces
+
+    def continued(self, messages: Sequence[Message]) -> list[Segment]:
+        """See `Template.continued`."""
+        return [Segment(self._render(messages, continue_final_message=True), False)]
 
     def _render_question(self, prompt: Sequence[Message], tools: str) -> str:
         """The text of a prompt, with the generation prompt. Raises BadRow if it lacks a part of the row."""

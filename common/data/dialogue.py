@@ -44,6 +44,7 @@ class Template(ABC):
     """Text and tokens of a dialogue. Subclasses write the text: `_segments` and `_text_after_reply`."""
 
     name: str
+    description: str  # for people
     _form = ""  # everything besides the name that determines the text
     keeps_headers = False  # role headers must not be cut: rows are shortened by turns, see `shorten`
     is_verbatim = False  # white space around a message is kept
@@ -85,6 +86,10 @@ class Template(ABC):
         self, prompt: tuple[Message, ...], reply: Message | None, learn_all_turns: bool, tools: str
     ) -> list[Segment]:
         """See `segments`."""
+
+    @abstractmethod
+    def continued(self, messages: Sequence[Message]) -> list[Segment]:
+        """The text of a dialogue whose last message is the start of a reply, which the model continues."""
 
     @abstractmethod
     def _text_after_reply(self, messages: Sequence[Message]) -> str:
@@ -193,6 +198,7 @@ class HumanAssistantTemplate(Template):
     r"""The form of Anthropic/hh-rlhf: "\n\nHuman: q\n\nAssistant:" + " reply" + eot."""
 
     name = "human_assistant"
+    description = "Human:/Assistant: text"
     _LABELS = {"system": "", "user": "\n\nHuman: ", "assistant": "\n\nAssistant: "}
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -215,11 +221,18 @@ class HumanAssistantTemplate(Template):
         context = self._context(prompt, learn_all_turns)
         return context if reply is None else [*context, self._response(reply)]
 
+    def continued(self, messages: Sequence[Message]) -> list[Segment]:
+        """See `Template.continued`; every earlier reply ends with the end-of-turn token."""
+        *prompt, start = messages
+        return [*self._context(prompt, True), Segment(f" {start.content.strip()}", False)]
+
     def _context(self, prompt: Sequence[Message], learn_all_turns: bool) -> list[Segment]:
         """Segments up to the start of the reply; white space around turns is stripped."""
         result: list[Segment] = []
         context = ""
         cue = self._LABELS["assistant"].rstrip()
+        if "system" in [message.role for message in prompt[1:]]:
+            raise self._cannot_render("a system message after the first message")
         for message in prompt:
             if message.role not in self._LABELS:
                 raise self._cannot_render(f"turns of {message.role}")
@@ -247,6 +260,7 @@ class OneLineTemplate(HumanAssistantTemplate):
     """DeepSpeed-Chat's own form: " Human: q Assistant:" + " reply" + eot, turns on one line."""
 
     name = "one_line"
+    description = "Human: Assistant: text on one line"
     _LABELS = {"system": "", "user": " Human: ", "assistant": " Assistant: "}
 
 
@@ -254,6 +268,7 @@ class PlainTemplate(HumanAssistantTemplate):
     """A bare prompt and its continuation, both unchanged; dialogues use Human:/Assistant: labels."""
 
     name = "plain"
+    description = "plain text"
     is_verbatim = True
 
     def _segments(

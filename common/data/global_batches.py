@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from common.data.micro_batches import TokenPlan, indexes_by_number
 from common.ranks import distributed
+from common.ranks.passes import watched
 
 WINDOW_BATCHES = 32  # global batches sorted by length together: enough for almost no padding
 
@@ -295,7 +296,8 @@ def evaluation_batches(
     rank = distributed.rank()
     world_size = distributed.world_size()
     num_batches = -(-len(dataset) // (rows_per_batch * world_size))
-    for batch in range(min(num_batches, max_batches) if max_batches else num_batches):
+    num_batches = min(num_batches, max_batches or num_batches)
+    for batch in watched(range(num_batches), num_batches, "batches"):
         first = (batch * world_size + rank) * rows_per_batch
         indexes = range(first, first + rows_per_batch)
         rows = [dataset[i if i < len(dataset) else 0] for i in indexes]

@@ -4,7 +4,6 @@ Rank 0 tokenises, the others wait, then all read the same files.
 """
 
 import hashlib
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -23,9 +22,7 @@ from common.data.hub_data import is_offline
 from common.data.registry import RawSource, load_source
 from common.data.stage_rows import COLUMNS, Item, RowBuilder, build_row_fields
 from common.data.token_cache import DataReport, TokenTable, TokenWriter, build_cached
-from common.ranks import watchdog
 
-PROGRESS_SECONDS = 5.0
 NUM_SHOWN = 400  # characters shown of a row
 # Without effect on the tokens.
 NOT_IN_KEY = ("data_path", "data_weights", "sft_only_data_path", "max_bad_rows", "cache_dir")
@@ -142,8 +139,6 @@ def _write(
     report = DataReport(options.kind)
     builder = RowBuilder(template, options, report)
     prompt_indexes = count()
-    total = sum(len(source.train) for source in sources)
-    next_time = time.monotonic() + PROGRESS_SECONDS
     with ExitStack() as stack:
         train, held_out = (
             stack.enter_context(closing(TokenWriter(folder / f"{name}.arrow", COLUMNS[options.kind])))
@@ -159,9 +154,6 @@ def _write(
                     items_of_part = [item for item, is_eval in chunk if is_eval == (writer is held_out)]
                     writer.append(builder.build(items_of_part))
                 report.check_bad_rows(options.max_bad_rows)
-                if time.monotonic() >= next_time:
-                    watchdog.print_progress(f"tokenised {report.num_raw_rows:,} of at most {total:,} rows")
-                    next_time = time.monotonic() + PROGRESS_SECONDS
             report.notes += source.notes(options.stage)
             report.source_rows.append(train.num_rows - num_before)
             if train.num_rows == num_before:

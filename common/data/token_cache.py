@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 from common.data.example import BadRow, EmptyRow
 from common.data.raw_rows import RawRows
 from common.ranks.distributed import make_on_first_rank
+from common.ranks.passes import watched
 
 FORMAT_VERSION = 5  # increase it when the same key would give different rows
 REPORT_NAME = "report.json"
@@ -212,13 +213,13 @@ class DataReport:
             )
 
     def read(
-        self, rows: RawRows, indexes: Iterable[int], use: Callable[[dict], Any], max_bad_rows: int
+        self, rows: RawRows, indexes: Sequence[int], use: Callable[[dict], Any], max_bad_rows: int
     ) -> Iterator[tuple[int, Any]]:
         """Index and `use(row)` of each usable row; the others are counted, and bad ones described.
 
         Raises ValueError: see `check_bad_rows`.
         """
-        for index in indexes:
+        for index in watched(indexes, len(indexes), "rows"):
             self.num_raw_rows += 1
             try:
                 result = use(rows[index])

@@ -11,15 +11,19 @@ import copy
 import dataclasses
 import difflib
 import functools
+import os
 import re
+import shlex
 import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from common.flags.config_file import Setting, read_config
 from common.flags.other_names import IGNORED, OLDER_NAMES, REMOVED, SWITCHES, WITHOUT_VALUE, split_values
 from common.flags.problems import KINDS, RANGE, Problems, describe_range, is_usable, shortened
+from common.flags.streams import harden_streams
 
 MAX_SHOWN = 40  # with more flags, --help shows only the usual ones
 REQUIRED = object()
@@ -113,6 +117,8 @@ def _build_parser(cls: type, description: str, *, shows_all: bool) -> argparse.A
         older = OLDER_NAMES.get(field.name)
         _add_flag(groups[title], field, older if older not in names else None, shows_all=shows_all)
     _add_other_names(parser, names, shows_all=shows_all)
+    text = "YAML file of flags; the command line takes precedence"
+    parser.add_argument("--config", nargs="?", metavar="FILE", help=text)
     return parser
 
 
@@ -171,11 +177,13 @@ def parse_args(
     description: str = "",
     problems: Problems,
     leading: str = "",
+    parts: Mapping[str, type] | None = None,
 ) -> T:
     """Parse `argv` (default: sys.argv[1:]) into an instance of the dataclass `cls`.
 
     Problems are added to `problems`; the caller adds its own checks and then calls `exit_if_any`. Arguments
-    before the first flag are values of the flag `leading`.
+    before the first flag are values of the flag `leading`. A --config file may have flags of other programs
+    under the keys of `parts`, whose values are their dataclasses: these go before the text of KEY_flags.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     if leading and argv and not argv[0].startswith("-"):
@@ -189,24 +197,112 @@ def parse_args(
         problems.exit_if_any()
     given = vars(namespace)
     _apply_switches(given, problems)
+    places: dict[str, str] = {}
+    if "config" in given:
+        given, places = _add_config(cls, parser, given, parts or {}, problems)
     problems.notes += split_values(given, cls.__dataclass_fields__)
     # Arguments after an unknown flag are its values.
     for word in [word for word in unknown if word.startswith("-")] or unknown:
         _add_unknown(shortened(word), list(cls.__dataclass_fields__), problems)
+    values = _convert_all(cls, given, places, problems)
+    for field in dataclasses.fields(cls):
+        if field.metadata["required"] and given.get(field.name, "") in ("", []):
+            problems.add(f"--{field.name} is required: {field.metadata['help']}")
+    return cls(**values)
+
+
+def say_loading() -> None:
+    """Print, on the first rank of a program that begins, what it loads: its imports take several seconds."""
+    if os.environ.get("RANK", "0") == "0":
+        harden_streams()
+        print("[   0 s] loading torch, transformers and deepspeed", file=sys.stderr)
+
+
+def begin_script(cls: type, description: str) -> None:
+    """Print the help if it is asked for, and exit; else what is loaded. A step calls this before its slow
+    imports; `description` is its docstring.
+    """
+    if {"-h", "--help", "--help_all"} & set(sys.argv[1:]):
+        parse_args(cls, description=description.splitlines()[0], problems=Problems())
+    say_loading()
+
+
+def _convert_all(
+    cls: type, given: Mapping[str, Any], places: Mapping[str, str], problems: Problems
+) -> dict[str, Any]:
+    """Values of the given flags, by name; `places` has the lines of those in a file."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         text = given.get(field.name)
+        place = places.get(field.name, "")
         if text is None and field.name in given:
-            problems.add(f"--{field.name} needs a value: {field.metadata['help']}")
-        elif field.metadata["required"] and not text:
-            problems.add(f"--{field.name} is required: {field.metadata['help']}")
-        elif text is not None:
+            problems.add(f"{place}--{field.name} needs a value: {field.metadata['help']}")
+        elif text is not None and (text or not field.metadata["required"]):
             try:
                 is_list = isinstance(text, list)
                 values[field.name] = [_convert(field, t) for t in text] if is_list else _convert(field, text)
             except ValueError as error:  # the default is used, so that later checks can run
-                problems.add(str(error), flag=f"--{field.name}")
-    return cls(**values)
+                problems.add(f"{place}{error}", flag=f"--{field.name}")
+    return values
+
+
+def _add_config(
+    cls: type,
+    parser: argparse.ArgumentParser,
+    given: dict[str, Any],
+    parts: Mapping[str, type],
+    problems: Problems,
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The given flags and those of the --config file, with the places of the latter."""
+    path = given.pop("config")
+    if path is None:
+        problems.add("--config needs a value: a YAML file with flags by their names")
+        problems.exit_if_any()
+    settings = read_config(path, problems, tuple(parts))
+    of_file, places = _read_settings(parser, settings[""], cls, problems)
+    _apply_switches(of_file, problems)
+    for part, its_class in parts.items():
+        its_parser = _build_parser(its_class, "", shows_all=True)
+        its_flags, its_places = _read_settings(its_parser, settings[part], its_class, problems)
+        _convert_all(its_class, its_flags, its_places, problems)
+        words = [word for name, text in its_flags.items() for word in _to_words(name, text)]
+        name = f"{part}_flags"
+        texts = [shlex.join(words), given.get(name, of_file.get(name, ""))]
+        if words:
+            given[name] = " ".join(filter(None, texts))
+    return of_file | given, {name: place for name, place in places.items() if name not in given}
+
+
+def _to_words(name: str, text: str | list[str]) -> list[str]:
+    """A flag of a file on a command line."""
+    if isinstance(text, list):
+        return [f"--{name}", *text]
+    return [f"--{name}={text}"]
+
+
+def _read_settings(
+    parser: argparse.ArgumentParser, settings: Sequence[Setting], cls: type, problems: Problems
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Texts of the flags of a file and their places, by name."""
+    texts: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    for name, value, place in settings:
+        action = parser._option_string_actions.get(f"--{name}")
+        if action is None or name in ("config", "help", "help_all"):
+            _add_unknown(f"--{name}", list(cls.__dataclass_fields__), problems, place)
+        elif value is None:
+            problems.add(f"{place}--{name} needs a value")
+        elif isinstance(value, list) and action.nargs != "*":
+            problems.add(f"{place}--{name} takes one value, not a list")
+        elif action.dest in texts:
+            first = places[action.dest].removesuffix(": ")
+            problems.add(f"{place}--{name} is another name of the flag in {first}")
+        else:
+            if action.nargs == "*" and isinstance(value, str):
+                value = [value]
+            texts[action.dest] = value
+            places[action.dest] = place
+    return texts, places
 
 
 def _apply_switches(given: dict[str, Any], problems: Problems) -> None:
@@ -222,16 +318,18 @@ def _apply_switches(given: dict[str, Any], problems: Problems) -> None:
             given.setdefault(flag_name, value)
 
 
-def _add_unknown(word: str, known: list[str], problems: Problems) -> None:
-    """Add the problem of an argument that is neither a flag of the program nor a flag's value."""
+def _add_unknown(word: str, known: list[str], problems: Problems, place: str = "") -> None:
+    """Add the problem of an argument that is neither a flag of the program nor a flag's value; `place`
+    precedes the message.
+    """
     name = word.split("=")[0]
     bare = name.removeprefix("--")
     if bare in REMOVED:
-        problems.add(f"{name} has been removed; CHANGELOG.md names its replacement")
+        problems.add(f"{place}{name} has been removed; CHANGELOG.md names its replacement")
     elif word.startswith("-"):
         near = difflib.get_close_matches(bare.replace("-", "_"), known, n=1)
         hint = f"; did you mean --{near[0]}?" if near else "; --help_all lists all flags"
-        problems.add(f"unknown flag {name}{hint}")
+        problems.add(f"{place}unknown flag {name}{hint}")
     else:
         problems.add(f"unexpected argument {word!r} among the flags")
 

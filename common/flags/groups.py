@@ -197,7 +197,7 @@ class RunArguments:
     )
     dry_run: bool = flag(
         False,
-        "check flags and first rows, print the configuration as JSON; no model is loaded",
+        "check flags and first rows, print the configuration; no model is loaded",
         may_change=True,
         is_usual=True,
     )

@@ -228,6 +228,9 @@ class DecodeStep:
         self.state = state
         self._takes_positions = forward_accepts(model, "position_ids")
         self._keeps_logits = forward_accepts(model, "logits_to_keep")
+        self._cache_argument = "past_key_values"
+        if forward_accepts(model, "cache"):  # its name from transformers 5.24 on
+            self._cache_argument = "cache"
         config = plain_model(model).config
         self._has_slot_attention = config._attn_implementation == SLOT_ATTENTION
         config = config.get_text_config()
@@ -257,7 +260,7 @@ class DecodeStep:
         the mask would synchronize with the GPU.
         """
         self.cache.begin_prefill(slots, mask if has_padding else None)
-        inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": self.cache, "use_cache": True}
+        inputs: dict[str, Any] = {"input_ids": ids, self._cache_argument: self.cache, "use_cache": True}
         inputs["attention_mask"] = mask.long() if has_padding else None
         if self._takes_positions:
             inputs["position_ids"] = build_position_ids(mask)
@@ -292,7 +295,7 @@ class DecodeStep:
         inputs: dict[str, Any] = {
             "input_ids": state.last_ids[:num_rows].unsqueeze(1),
             "attention_mask": self._build_mask(positions, upto),
-            "past_key_values": self.cache,
+            self._cache_argument: self.cache,
             "use_cache": True,
         }
         if self._takes_positions:

@@ -17,6 +17,7 @@ from torch import nn
 
 from common.generation.decode import DecodeGraphs, DecodeState, DecodeStep, SamplingOptions
 from common.generation.kv_cache import SlotCache
+from common.ranks.passes import PassProgress
 
 # Called with (sample, [its new token id]) after each pass; returns True to end the sample.
 TokenCallback = Callable[[int, list[int]], bool]
@@ -244,6 +245,8 @@ class _DecodeLoop:
     def run(self) -> Generation:
         """Run until no sample waits; return all responses in the order of the samples."""
         agree_any = self.agree_any or bool
+        num_samples = len(self.batch.sample_ids)
+        progress = PassProgress(num_samples, "responses")
         while agree_any(bool(self.schedule.waiting or self.schedule.slots)):
             if self.schedule.should_admit():
                 self._admit(self.schedule.admit())
@@ -258,6 +261,7 @@ class _DecodeLoop:
                 finished = [slot for slot in finished if slot not in continued]
             if finished:
                 self._retire(finished)
+                progress.show(num_samples - len(self.schedule.waiting) - len(self.schedule.slots))
         return collect_responses(self.results, self.step.options)
 
     def _admit(self, admission: Admission) -> None:

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 
-TRANSFORMERS = "~=5.23.0"  # as in requirements.txt
+TRANSFORMERS = ">=5.23,<5.25"  # as in requirements.txt
 
 
 def class_for(auto_class: Any, config: PreTrainedConfig) -> type[PreTrainedModel] | None:

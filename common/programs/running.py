@@ -7,7 +7,7 @@ from typing import Any
 
 from common.flags.streams import harden_streams
 from common.programs.startup import quiet_libraries
-from common.ranks import distributed, watchdog
+from common.ranks import distributed, passes, watchdog
 from common.ranks.failures import StepSkipped, TooManyBadSteps, say
 from common.runs import run_files
 from common.runs.durable_files import SaveFailed
@@ -20,7 +20,7 @@ def _exit_at_once(*_: Any) -> None:
 
     Waits for nothing: other threads and ranks may be inside a collective.
     """
-    os.write(2, b"stopped by Ctrl-C\n")
+    say("stopped by Ctrl-C")
     run_files.release_lock(130)
     os._exit(130)
 
@@ -38,7 +38,8 @@ def run_program(program: Callable[[], None]) -> None:
         signal.signal(signal.SIGINT, _exit_at_once)
     code, cause = 0, None
     try:
-        program()
+        with passes.BAR:
+            program()
     except Stopped as stopped:
         if distributed.is_main():
             say(str(stopped))

@@ -205,6 +205,10 @@ def train(
         args, start.earlier, logger, data, sizes, parts, steps_per_epoch=len(order), frozen=start.frozen
     )
     eval_clock = IntervalClock(args.eval_interval, len(order))
+    logger.time_left.expect(
+        "evaluate",
+        lambda step: step % len(order) == 0 or args.eval_interval.is_due(step, len(order), seconds=0),
+    )
 
     def evaluate(step: int) -> None:
         is_due = step == logger.num_steps or step % len(order) == 0
@@ -216,7 +220,7 @@ def train(
             rows_per_batch=args.per_device_eval_batch_size,
             max_batches=args.eval_iters,
         )
-        with watchdog.phase("the evaluation", step, clock="evaluate"):
+        with run.stoppable(), watchdog.phase("the evaluation", step, clock="evaluate"):
             run.facts |= {trainer.metadata_key: trainer.evaluate(step, eval_batches), EVAL_STEP: step}
         most = args.eval_iters * args.per_device_eval_batch_size * distributed.world_size()
         run.facts["eval_rows"] = min(len(held_out), most or len(held_out))
@@ -225,12 +229,11 @@ def train(
         run.begin()  # first write to disk; the model has loaded
         if reference:
             needed = order.rows_until(logger.num_steps)
-            reference.compute(trainer, needed, is_begun=run.step > 0)
+            with run.stoppable():
+                reference.compute(trainer, needed, is_begun=run.step > 0)
     if run.step == 0:
         for line in data.report.lines():
             logger.note(line)
-        evaluate(0)
-        run.checkpoint_if_due(0)
     batches = rows.batches(trainer.is_packed)
     batches.num_steps = run.step
 
@@ -243,7 +246,8 @@ def train(
     if args.output_dir:
         metadata = {"step": trainer.kind, "num_steps": run.step} | conversation_form.describe_form(args)
         metadata |= facts_at(run.step, run.facts)
-        save_model(start, logger, trainer.engine.module, metadata)
+        with run.stoppable():
+            save_model(start, logger, trainer.engine.module, metadata)
     logger.close()
     logger.write_report()
     run.finish()

@@ -83,12 +83,19 @@ def saved_model(model: nn.Module) -> nn.Module:
 
 
 def run_steps(run: Run, train_step: Callable[[int], None], evaluate: Callable[[int], None]) -> None:
-    """Run the remaining steps; after each, `evaluate` if that is due, and let the run save or stop.
+    """Run the remaining steps; before the first and after each, `evaluate` if that is due, and let the run
+    save or stop. A run that was stopped in an evaluation resumes with it.
 
     Every rank must call this. Raises Stopped, and TooManyBadSteps with the state saved; also if no step
     changed the model.
     """
-    while run.step < run.logger.num_steps:
+    while True:
+        if run.evaluated_step < run.step:
+            evaluate(run.step)
+            run.evaluated_step = run.step
+            run.checkpoint_if_due(run.step)
+        if run.step >= run.logger.num_steps:
+            break
         step = run.step + 1
         bad_step = None
         try:
@@ -98,8 +105,6 @@ def run_steps(run: Run, train_step: Callable[[int], None], evaluate: Callable[[i
         run.step = step
         if bad_step:
             run.record_bad_step(step, bad_step)
-        evaluate(step)
-        run.checkpoint_if_due(step)
     if not run.num_updates:
         raise TooManyBadSteps(
             f"none of the {run.step} steps changed the model, so nothing is exported; fix the problems "

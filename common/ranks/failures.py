@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 NO_ROOM = ("No space left", "Disk quota exceeded", "File too large")
+line_start = b""  # of a message: it may erase a progress bar
 COMMUNICATION = ("/gloo/", "gloo::", "NCCL error", "ncclRemoteError", "ncclSystemError")
 
 
@@ -33,7 +34,7 @@ def say(text: str) -> None:
     The line is lost if the stream has no reader: a signal to the whole process group also ends `| tee log`.
     """
     with contextlib.suppress(OSError):
-        os.write(2, f"{text}\n".encode(errors="replace"))
+        os.write(2, line_start + f"{text}\n".encode(errors="replace"))
 
 
 def first_line(error: BaseException, otherwise: str = "") -> str:

@@ -62,6 +62,11 @@ def print_progress(text: str) -> None:
         say(f"[{time.monotonic() - _began:4.0f} s] {text}")
 
 
+def current_phase() -> str:
+    """Name of the innermost phase that this rank is in."""
+    return _position.phase
+
+
 @contextlib.contextmanager
 def phase(name: str, step: int | None = None, *, clock: str = "") -> Iterator[None]:
     """Context that sets this rank's phase ("the rollout") for messages.

@@ -29,6 +29,7 @@ from common.models.saved_adapters import ADAPTER_CONFIG, POOLING
 from common.models.transformers_internals import save_as_class, weights_saved_by
 from common.ranks import distributed, watchdog
 from common.ranks.failures import cure_of_write, first_line, has_lost_ranks, kind_and_line
+from common.ranks.passes import watched
 from common.ranks.zero3 import gather_whole
 from common.runs.durable_files import WRITING, SaveFailed, publish_folder, read_object, without_nan
 from common.runs.model_card import CARD_FILE, build_card, header_facts
@@ -65,7 +66,7 @@ def gather_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 def _gather(weights: Mapping[str, TrainedWeight]) -> dict[str, torch.Tensor]:
     """Weights on rank 0's CPU (elsewhere {}), adapters merged. Every rank must call this."""
     state = {}
-    for name, weight in weights.items():
+    for name, weight in watched(weights.items(), len(weights), "weights"):
         with gather_whole(weight.tensors()):
             if distributed.is_main():
                 state[name] = weight.merged().detach().to("cpu", copy=True)
@@ -333,7 +334,6 @@ def _savable_generation_config(
     return kept
 
 
-@watchdog.phase("the export of the adapter")
 def save_adapter(
     folder: Path | str,
     model: nn.Module,
@@ -364,7 +364,6 @@ def save_adapter(
             f"note: PEFT takes PAD from {base}, where it is {pad_id}: load {folder} with num_labels=1, and "
             f"set its config.pad_token_id to {tokenizer.pad_token_id}"
         )
-    weights = _gather({name.replace(".default.", "."): TrainedWeight(p) for name, p in trained.items()})
 
     def fill(temporary: Path) -> None:
         config = copy.deepcopy(model.peft_config["default"])
@@ -377,7 +376,9 @@ def save_adapter(
         facts = header_facts(run, metadata)
         _save_weights(facts, weights, temporary / "adapter_model.safetensors")
 
-    _replace(Path(folder), fill, tokenizer, metadata, run)
+    with watchdog.phase("the export of the adapter"):
+        weights = _gather({n.replace(".default.", "."): TrainedWeight(p) for n, p in trained.items()})
+        _replace(Path(folder), fill, tokenizer, metadata, run)
 
 
 def damage_of_export(folder: Path) -> str:

@@ -90,6 +90,8 @@ def resolve_dtype(args: Any) -> list[str]:
 
 def resumed_dtype(args: Any) -> str:
     """Dtype of the run that would be resumed or replaced; "" if there is none."""
+    if not hasattr(args, "resume"):  # a program without runs
+        return ""
     earlier = find_run(args, Problems())
     if earlier.checkpoints:
         return earlier.checkpoints[0].meta["args"]["resolved_dtype"]

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,10 +20,12 @@ import torch
 
 from common.data.packed_batch import ROW_IDS, PackedBatch
 from common.data.stage_datasets import StageData
+from common.flags.args import default_of
+from common.flags.config_file import text_of_config
 from common.flags.value_forms import Interval
 from common.models.fingerprint import changed_models, fingerprint
 from common.models.four_bit import whole_shape
-from common.ranks import distributed, watchdog
+from common.ranks import distributed, passes, watchdog
 from common.ranks.failures import StepSkipped, TooManyBadSteps, say
 from common.runs import run_files
 from common.runs.checkpoints import FOLDER, checkpoint_name, checkpoint_order, load_newest, save_checkpoint
@@ -36,7 +38,7 @@ from common.runs.durable_files import (
     write_file,
 )
 from common.runs.export import METADATA_FILE
-from common.runs.resume import EarlierRun
+from common.runs.resume import EarlierRun, program_of
 from common.runs.run_logger import ROOT, RunLogger
 from common.runs.saved_state import RandomState, Stateful, TensorReader
 
@@ -76,6 +78,7 @@ class Run(Stateful):
         self.data = data
         self.rows = rows
         self.step = 0  # steps done
+        self.evaluated_step = -1  # the last one after which an evaluation, if it was due, has been made
         self.num_refused = 0  # skipped steps and evaluations
         self.num_updates = 0  # steps that changed a model
         self.models: dict[str, str] = {}  # fingerprints of the frozen models
@@ -87,11 +90,16 @@ class Run(Stateful):
         self.stop = StopRequest()
         self.last_saved = ""
         self.save_clock = IntervalClock(args.save_interval, steps_per_epoch)
+        if args.save_interval:
+            logger.time_left.expect(
+                "save", lambda step: args.save_interval.is_due(step, steps_per_epoch, seconds=0)
+            )
 
     def json_state(self) -> dict[str, Any]:
         """Progress of the run, and the digest of its data."""
         return {
             "step": self.step,
+            "evaluated_step": self.evaluated_step,
             "num_refused": self.num_refused,
             "num_updates": self.num_updates,
             "facts": without_nan(self.facts),
@@ -120,6 +128,7 @@ class Run(Stateful):
                     f"choose them so that their product stays {before}"
                 )
         self.step, self.facts = state["step"], state["facts"]
+        self.evaluated_step = state.get("evaluated_step", self.step)  # absent in older checkpoints
         self.num_refused = state.get("num_refused", 0)  # stored elsewhere in older checkpoints
         self.num_updates = state.get("num_updates", max(self.step - self.num_refused, 0))
 
@@ -149,6 +158,8 @@ class Run(Stateful):
         if distributed.is_main() and self.folder:
             self._clear()
             self._write_json(run_files.ARGS_FILE, self.flags)
+            text = text_of_config(self.args, default_of, program_of(self.flags))
+            write_file(self.folder / run_files.CONFIG_FILE, text)
             self._write_json(run_files.RUN_FILE, self.describe())
         distributed.barrier()
         for note in earlier.notes:
@@ -232,6 +243,21 @@ class Run(Stateful):
             raise Stopped(
                 f"stopped after {name}, saved in {self.folder / FOLDER}; rerun the same command to resume"
             )
+
+    @contextlib.contextmanager
+    def stoppable(self, undo: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Context whose passes a request to stop ends: then the state, which after `undo` is that after the
+        steps done, is saved and Stopped raised, as by `checkpoint_if_due`. Every rank must enter it.
+        """
+        passes.must_stop = self.stop.is_asked_anywhere
+        try:
+            yield
+        except passes.Interrupted:
+            undo()
+            self.checkpoint_if_due(self.step)
+            raise
+        finally:
+            passes.must_stop = bool
 
     def _save(self, name: str, *, must_stop: bool = False) -> None:
         """Save; a failure is a warning, unless the run `must_stop`."""

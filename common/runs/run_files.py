@@ -19,6 +19,7 @@ from typing import IO, Any
 from common.runs.durable_files import read_if_whole
 
 ARGS_FILE = "args.json"  # the flags, and the dtype they resolve to
+CONFIG_FILE = "config.yaml"  # the flags that differ from their defaults, for --config
 RUN_FILE = "run.json"  # default flags; time, versions, device, data digest of each start
 FINISHED_FILE = "finished.json"  # written when nothing is left to do
 LOCK_FILE = "lock.json"  # process that writes here, and its exit code

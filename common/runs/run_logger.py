@@ -1,4 +1,4 @@
-"""Logging of a run: a line per step, metrics, samples, rollouts; TensorBoard, wandb, mlflow, trackio.
+"""Logging of a run: its console, metrics, samples, rollouts; TensorBoard, wandb, mlflow, trackio.
 
 Only the first process prints and writes; on the others every call does nothing. Trackers get the names and
 step numbers of metrics.jsonl, through accelerate. TRACKERS_FILE has the id of each tracker's run and the last
@@ -18,7 +18,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,9 @@ from typing import Any
 import torch
 
 from common.flags.groups import RunArguments
-from common.ranks import distributed
+from common.ranks import distributed, passes
 from common.ranks.failures import kind_and_line
+from common.runs.console import StepTable, TimeLeft
 from common.runs.durable_files import WRITING, json_line, read_if_whole, sync
 from common.runs.run_files import METRICS, REPORT, ROLLOUTS, SAMPLES, TRACKERS_FILE
 from common.runs.saved_state import Stateful, TensorReader
@@ -76,12 +76,13 @@ class _GrowingFile:
 class RunLogger(Stateful):
     """Logging of a program's metrics; part of a checkpoint, because it records the length of its files.
 
-    `columns` are the metrics of the console line, in order; metrics.jsonl has all metrics. Call `open`
+    `columns` are the metrics of a step's line; metrics.jsonl has all metrics. Call `open`
     before the first metric, after `load` in a resumed run. A full disk does not end the run.
     """
 
     def __init__(self, args: RunArguments, columns: Sequence[str], num_steps: int) -> None:
-        self.columns = list(columns)
+        self.table = StepTable(columns, num_steps)
+        self.time_left = TimeLeft(num_steps)
         self.log_interval = args.log_interval
         self.num_steps = num_steps
         self.is_on = distributed.is_main()
@@ -128,6 +129,7 @@ class RunLogger(Stateful):
         if self.is_on:
             with contextlib.suppress(OSError):  # a full disk, or a pipe without a reader
                 print(text, flush=True)
+            self.table.num_lines += text.count("\n") + 1
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a step everywhere; `step` counts from 1."""
@@ -135,16 +137,17 @@ class RunLogger(Stateful):
         seconds = time.monotonic() - self.started
         self._write(METRICS, step, {"seconds": round(seconds, 3), **metrics})
         self.trackers.log(metrics, step)
+        self.time_left.add(step, metrics)
+        left = self.time_left.seconds()
+        passes.show_run(step, self.num_steps, left)
         if step % self.log_interval == 0 or step == self.num_steps:
-            shown = {n: metrics[n] for n in self.columns if n in metrics}
-            left = timedelta(seconds=round(seconds / step * (self.num_steps - step)))
-            self._print(step, shown, f"  left {left}")
+            self.note(self.table.step_lines(step, metrics, left))
 
     def log_event(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log metrics of an occasional event (an evaluation), on a line of their own."""
+        """Log metrics of an occasional event (an evaluation), as a table of their own."""
         self._write(METRICS, step, metrics)
         self.trackers.log(metrics, step)
-        self._print(step, metrics)
+        self.note(self.table.event(step, metrics))
 
     def sample(self, step: int, **fields: Any) -> None:
         """Write a sample to samples.jsonl."""
@@ -177,10 +180,6 @@ class RunLogger(Stateful):
         if self.folder:
             # json_line, because the gradient norm is infinite in a step that fp16 skips.
             self.files[name].append(json_line({"step": step, **fields}).encode())
-
-    def _print(self, step: int, metrics: Mapping[str, float], end: str = "") -> None:
-        cells = "  ".join(f"{name} {value:>9.5g}" for name, value in metrics.items())
-        self.note(f"step {step:>5}/{self.num_steps}  {cells}{end}")
 
 
 def draw_run(folder: Path) -> None:

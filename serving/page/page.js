@@ -311,7 +311,9 @@ async function begin() {
     $("judging").hidden = false;
     hasPrompts = state.has_prompts;
     $("draw").hidden = !hasPrompts;
-    say(state.num_models > 1 ? "" : "The server has one model only: there is nothing to compare it with.");
+    const forms = Object.entries(state.forms);
+    say(forms.length > 1 ? "" : "The server has one model only: there is nothing to compare it with.");
+    $("forms").textContent = forms.map(([name, form]) => `${name} is asked in ${form}.`).join(" ");
     await reload();
     showState();
     if (!pair) $("text").focus({ preventScroll: true });

@@ -46,10 +46,13 @@ def short_flags(tiny, step: int, **more) -> dict:
 
 
 def check_log(text: str, output: Path, num_steps: int, num_evaluations: int) -> None:
-    """One line a step, one an evaluation, none twice, and last where the result is."""
+    """One line a step under one heading, a table an evaluation, and last where the result is."""
     lines = text.splitlines()
-    steps = [line for line in lines if re.match(rf"step +\d+/{num_steps}  ", line)]
-    assert len(steps) == num_steps + num_evaluations, text
+    steps = [line for line in lines if re.match(rf" +\d+/{num_steps}  ", line)]
+    tables = [line for line in lines if re.match(rf"after step \d+/{num_steps} +value +change$", line)]
+    assert len(steps) == num_steps and len(tables) == num_evaluations, text
+    (heading,) = (line for line in lines if line.split()[0] == "step")
+    assert {len(line) for line in steps} == {len(heading)} and len(heading) <= 110
     assert re.match(
         r"\w+ data: \d+ train and \d+ eval rows of \d+ raw rows, \d+ tokens, token cache", lines[0]
     )
@@ -193,6 +196,7 @@ def test_step3_leaves(pipeline):
 def test_nothing_noisy_is_printed(pipeline):
     for script, done in pipeline["done"].items():
         assert "Traceback" not in done.stderr and "Warning" not in done.stderr, f"{script}\n{done.stderr}"
+        assert ("adapter" in done.stderr) is ("step1" in script), "only that one has LoRA"
 
 
 # ---- other ways to start

@@ -84,7 +84,12 @@ def short_runs(tiny: Any, tokenizer: Any, folder: Path) -> dict[str, tuple[int, 
         # Its loss scale grows at every second step.
         "sft, fp16": (1, 1, single | {"dtype": "fp16", "ds_config": scale}),
         "reward": (2, 1, single),
-        "dpo": (2, 1, single | {"loss": "dpo"}),
+        "dpo": (2, 1, single | {"loss": "dpo", "per_device_eval_batch_size": 2}),
+        "dpo, two ranks": (
+            2,
+            2,
+            single | {"loss": "dpo", "per_device_train_batch_size": 1, "per_device_eval_batch_size": 2},
+        ),
         "kto": (2, 1, single | {"loss": "kto"}),
         "reward, two ranks, ZeRO 3": (2, 2, single | {"zero_stage": 3, "per_device_train_batch_size": 1}),
         "ppo": (3, 1, ppo | mixed),
@@ -245,6 +250,53 @@ def test_ppo_variants(forks, flags, finished, tmp_path, variant):
     """Rollouts that wait, adapters, shards."""
     hook = {"at": PPO_POINTS["between two accumulation steps"][0], "call": 5, "do": "term"}
     stop_and_resume(forks, flags[variant], tmp_path / "output", hook)
+    assert_same_run(tmp_path / "output", finished(variant))
+
+
+# Variant, call at which the request comes, last checkpoint, evaluated steps in it.
+PASSES = {
+    "the reference": ("dpo", "step2_reward.pair_trainer:DPOTrainer.compute_logprobs", 3, 0, []),
+    "the reference, two ranks": (
+        "dpo, two ranks", "step2_reward.pair_trainer:DPOTrainer.compute_logprobs", 2, 0, [],
+    ),
+    "the first evaluation": ("sft", "step1_sft.sft_trainer:SFTTrainer.evaluate", 1, 0, []),
+    "an evaluation": ("sft", "step1_sft.sft_trainer:SFTTrainer.evaluate", 2, 2, [0]),
+    "an evaluation, two ranks": (
+        "reward, two ranks, ZeRO 3", "step2_reward.pair_trainer:evaluate_pairs", 2, 2, [0],
+    ),
+    "the last evaluation": ("sft", "step1_sft.sft_trainer:SFTTrainer.evaluate", 4, 5, [0, 2, 4]),
+    "the export": ("sft", "common.runs.export:gather_state_dict", 1, 5, [0, 2, 4, 5]),
+    "an evaluation of step 3": ("ppo", "step3_ppo.evaluation:Evaluation._sample", 2, 2, [0]),
+    "a rollout": ("ppo", "step3_ppo.rollout:Rollout.collect", 2, 1, [0]),
+    "a rollout that waits": ("ppo, stale", "step3_ppo.rollout:Rollout.collect", 2, 0, [0]),
+    "a rollout of two ranks": ("ppo, two ranks, ZeRO 3", "step3_ppo.rollout:Rollout.score", 3, 1, [0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_a_pass_ends_at_once(forks, flags, finished, tmp_path, name):
+    """One rank is asked; all end before their next micro-batch, and the rerun makes the pass to its end."""
+    variant, at, call, step, evaluated = PASSES[name]
+    stage, ranks, values = flags[variant]
+    values = values | {"output_dir": tmp_path / "output"}
+    hook = {"at": at, "call": call, "do": "term", "rank": ranks - 1}
+    first = forks.run(stage, values, ranks=ranks, hooks=[hook])
+    assert first.codes == [STOPPED] * ranks, first.text()
+    found, _ = find_checkpoints(tmp_path / "output")
+    assert found[0].folder.name == f"step-{step:06d}"
+    assert f"stopped after step-{step:06d}, saved in " in first.text()
+    rows = read_metrics(tmp_path / "output")
+    assert [
+        row["step"] for row in rows if any(key.endswith(("eval_loss", "eval/kl")) for key in row)
+    ] == evaluated
+    assert [row["step"] for row in rows if "perf/step_seconds" in row] == list(range(1, step + 1))
+    if "reference" in name:
+        (file,) = found[0].files("reference")
+        (logprobs,) = (x for name, x in load_file(file).items() if name.startswith("train"))
+        is_known = ~logprobs.view(-1, 2).isnan().any(1)
+        assert int(is_known.sum()) == call * 2 * ranks, "after each pass the next one sees the request"
+    again = forks.run(stage, values, ranks=ranks)
+    assert again.codes == [0] * ranks, again.text()
     assert_same_run(tmp_path / "output", finished(variant))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from test_resume import KILLED, PPO, SINGLE, TRAIN_STEP
 from tiny_inputs import from_words, step_flags
@@ -142,6 +143,23 @@ def test_it_is_said_first_that_nothing_will_be_saved(forks, tiny):
     assert done.code == 0, done.text()
     said = (done.folder / "rank-0.err").read_text().splitlines()
     assert said[0] == "note: without --output_dir nothing is saved: no model, no checkpoint, no metrics"
+
+
+@pytest.mark.parametrize("step", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_config_file_of_a_run_alone_starts_the_same_run(forks, tiny, step, tmp_path):
+    words = PPO if step == 3 else SINGLE
+    flags = step_flags(tiny, step, **from_words(words) | {"max_train_steps": 2, "save_interval": 1})
+    flags["output_dir"] = tmp_path / "run"
+    done = forks.run(step, flags)
+    assert done.code == 0, done.text()
+    config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    assert config["output_dir"] == str(tmp_path / "run") and config["max_train_steps"] == 2
+    again = forks.run(step, {"config": tmp_path / "run/config.yaml"})
+    assert again.code == 0 and "has finished: 2 steps" in again.text(), again.text()
+    elsewhere = forks.run(step, {"config": tmp_path / "run/config.yaml", "output_dir": tmp_path / "other"})
+    assert elsewhere.code == 0, elsewhere.text()
+    first, second = (load_file(tmp_path / name / "export/model.safetensors") for name in ("run", "other"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,14 +1,16 @@
-"""SIGTERM and Ctrl-C under every launcher: the state is saved, and the same flags resume."""
+"""SIGTERM and Ctrl-C, under every launcher and on a terminal: the state is saved, the same flags resume."""
 
 import contextlib
 import os
+import pty
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from program_runs import as_flags, deepspeed, read_curve, start, torchrun, wait_for_steps
+from program_runs import ROOT, as_flags, deepspeed, environment, read_curve, start, torchrun, wait_for_steps
 from tiny_inputs import step_flags
 
 from common.runs.checkpoints import find_checkpoints
@@ -70,3 +72,39 @@ def test_launched_run_saves_on_a_signal_and_resumes(tiny, forks, tmp_path, launc
     done = forks.run(1, more, ranks=1 if launcher == "python" else 2)
     assert done.code == 0 and f"resumes from {found.folder}" in done.text(), done.text()
     assert len(read_curve(output, "sft/loss")) == num_steps + 2
+
+
+def test_on_a_terminal_a_bar_is_shown_until_the_end(tiny, tmp_path):
+    own, theirs = pty.openpty()
+    command = [sys.executable, "step1_sft/main.py", *as_flags(endless_flags(tiny, tmp_path / "output", 0))]
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    env = environment(TERM="xterm", COLUMNS="90", LINES="24")
+    process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **streams)
+    os.set_blocking(own, False)
+    text, deadline = b"", time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(BlockingIOError):
+            text += os.read(own, 65536)
+        if text.count(b"tokens/s") == 2 and b"saving, then" not in text:
+            os.killpg(process.pid, signal.SIGINT)
+            time.sleep(0.5)
+    with contextlib.suppress(BlockingIOError):
+        text += os.read(own, 65536)
+    process.kill()
+    text = text.decode()
+    assert process.wait() == STOPPED, text
+    assert "/5000, left " in text and "\x1b[?25l" not in text
+    assert "SIGINT: saving, then exiting" in text and text.rstrip().endswith("to resume"), text
+    rows = text.split("\r\n")
+    first, second = (index for index, row in enumerate(rows) if "tokens/s" in row)
+    assert second - first == 24 - 3 + 1, "the heading is on every screen"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_evaluation_alone_ends_at_once(tiny, forks, ranks):
+    """There is nothing to save, so it keeps the usual meaning of a signal."""
+    flags = {"model_name_or_path": tiny.reward, "data_path": tiny.rows, "data_output_path": tiny.cache}
+    hook = {"at": "step2_reward.answer_scores:compute_pair_scores", "call": 2, "do": "term"}
+    flags |= {"max_seq_len": 48, "per_device_eval_batch_size": 1}
+    done = forks.run("step2_reward.rw_eval", flags, ranks=ranks, hooks=[hook], seconds=60)
+    assert done.code == -signal.SIGTERM and "accuracy" not in done.text(), done.text()

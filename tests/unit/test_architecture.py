@@ -37,13 +37,13 @@ MAX_FILE_LINES, AIM_FILE_LINES = 420, 400
 MAX_FUNCTION_LINES, AIM_FUNCTION_LINES = 90, 60
 # Amounts that a change may lower. One that raises a number says why in its commit.
 AMOUNTS = {
-    "statements": 20_044,
-    "statements that step 3 reaches": 12_373,
-    "files that step 3 reaches": 120,
+    "statements": 20_391,
+    "statements that step 3 reaches": 12_676,
+    "files that step 3 reaches": 123,
     "files that one file imports": 24,
     "assignments `a, b = x, y`": 121,
-    "conditional expressions": 876,
-    "test lines per 100 lines of code": 100,
+    "conditional expressions": 881,
+    "test lines per 100 lines of code": 101,
 }
 PEER_ENVIRONMENTS = Path("benchmarks/make_peer_env.sh")
 

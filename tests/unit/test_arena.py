@@ -11,6 +11,8 @@ from arena_fakes import FakeModel, make_arena, make_client
 from serving.answering import read_prompts
 from serving.arena_app import NewPair
 
+FORMS = {"left": "plain text", "right": "plain text"}
+
 
 @pytest.fixture
 def path(tmp_path) -> Path:
@@ -94,7 +96,7 @@ def test_prompts_of_a_data_set_are_drawn_once_each(path, tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prompts = read_prompts(str(tmp_path / "rows.jsonl"), random.Random(1))
     client = make_client(arena := make_arena(path, prompts))
-    assert client.get("/api/state").json() == {"has_prompts": True, "num_models": 2}
+    assert client.get("/api/state").json() == {"has_prompts": True, "forms": FORMS}
     pairs = [arena.store.get(ask(client, draw=True)[0]["id"]) for _ in range(10)]
     for five in (pairs[:5], pairs[5:]):
         assert {pair.prompt[0].content for pair in five} == {f"question {i}" for i in range(5)}

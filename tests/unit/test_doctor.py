@@ -21,9 +21,9 @@ def states(lines) -> dict[str, str]:
 
 def test_missing_and_other_versions_are_told_with_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "requirements.txt").write_text(
-        "# All of it.\n\ntorch==0.1  # tensors\nnumpy~=0.1\npytest>=1\nno-such-package~=1.0\n"
-        "deepspeed==0.1\n\n# Only the demo uses it.\nno-such-toy~=2.0\n"
+        "# All of it.\n\ntorch==0.1  # tensors\nnumpy~=0.1\npytest>=1\nno-such-package~=1.0\ndeepspeed==0.1\n"
     )
+    (tmp_path / "requirements-demo.txt").write_text("-r requirements.txt\nno-such-toy~=2.0\n")
     monkeypatch.setattr(doctor, "ROOT", tmp_path)
     found_version = doctor.importlib.metadata.version
     local = {"deepspeed": "0.1+cu128"}  # a local part does not count

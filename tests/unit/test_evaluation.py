@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy
@@ -204,6 +205,6 @@ def test_what_an_evaluation_generates_is_none_of_the_rollouts(monkeypatch):
         return {}
 
     own = SimpleNamespace(is_due=lambda *_: True, evaluate=evaluate)
-    run = SimpleNamespace(step=3, logger=SimpleNamespace(num_steps=9))
+    run = SimpleNamespace(step=3, logger=SimpleNamespace(num_steps=9), stoppable=nullcontext)
     evaluate_and_export(SimpleNamespace(args=PPOArguments()), SimpleNamespace(evaluation=own), run)
     assert costs.tokens == {"evaluate": 21} and set(costs.seconds) == {"evaluate"}

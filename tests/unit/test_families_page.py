@@ -4,6 +4,8 @@ import pytest
 import transformers
 from family_sweep import FAMILIES, PAGE, SAMPLE, Row, build_page, sweep
 
+pytestmark = pytest.mark.skipif("5.23." in transformers.__version__, reason="the page is of 5.24's families")
+
 
 def rows_of_page() -> dict[str, Row]:
     lines = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]

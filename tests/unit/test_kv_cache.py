@@ -95,8 +95,8 @@ def test_kv_cache_kernel_generates_the_texts_of_torch_attention(
         ("llama", "sdpa", "sdpa"),
         ("llama", "triptych_varlen", "sdpa"),
         ("gemma2", "flash_attention_2", "eager"),  # caps its scores, which sdpa does not
-        ("gptj", "flash_attention_2", "eager"),  # has an attention of its own
-        ("gptj", "eager", "eager"),
+        ("gpt_neo", "flash_attention_2", "eager"),  # has an attention of its own
+        ("gpt_neo", "eager", "eager"),
     ],
 )
 def test_kv_cache_kernel_is_chosen_only_where_it_can_run(family, trained_by, expected, tiny_model_folder):

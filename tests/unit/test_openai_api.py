@@ -152,7 +152,7 @@ def test_log_probabilities_of_an_answer_have_its_end(ours):
         ({"temperature": -1}, "temperature", "temperature -1: Input should be greater than or equal to 0"),
         ({"stream": True, "logprobs": True}, None, "together with stream"),
         ({"top_logprobs": 1}, None, "top_logprobs needs logprobs: true"),
-        ({"messages": [*HI, {"role": "assistant", "content": "x"}]}, "messages", "must be from the user"),
+        ({"messages": [*HI, {"role": "system", "content": "x"}]}, "messages", "must be from the user"),
         ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "messages.0.content.0.type", "text"),
         ({"messages": [{"role": "user", "content": "refuse me"}]}, "messages", "template rejects"),
         ({"prompt": []}, "prompt", "body.prompt"),
@@ -240,6 +240,50 @@ def test_errors_of_the_server_have_openais_form_too(client, models):
     too_large = post(client, messages=[{"role": "user", "content": "x" * 5000}])
     assert too_large.status_code == 413 and "--max_request_bytes" in too_large.json()["error"]["message"]
     assert client.post("/v1/chat/completions", content="[]").status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("content", "headers"),
+    [
+        ("", {}),
+        ("", {"content-type": "application/json"}),
+        ('{"model": "left"}', {}),
+        ("[]", {}),
+        ("null", {}),
+    ],
+)
+def test_a_body_that_is_no_json_object_says_so(client, content, headers):
+    response = client.post("/v1/chat/completions", content=content, headers=headers)
+    assert response.status_code == 400
+    if not content or content == "[]":
+        message = "body: it is not a JSON object; send one, with Content-Type: application/json"
+        assert response.json()["error"]["message"] == message
+    assert response.json()["error"]["message"].startswith("body")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/nothing", 404), ("POST", "/v1/nothing", 404), ("POST", "/nothing", 404),
+        ("DELETE", "/", 405), ("POST", "/page.js", 405), ("GET", "/v1/chat/completions", 405),
+        ("POST", "/v1/models", 405), ("GET", "/api/judgements", 405), ("GET", "/", 200),
+        ("HEAD", "/style.css", 200), ("GET", "/../arena.py", 404), ("GET", "/health", 200),
+    ],
+)  # fmt: skip
+def test_an_unknown_path_is_404_and_another_method_405(client, method, path, status):
+    response = client.request(method, path)
+    assert response.status_code == status
+    if status == 404 and path.startswith("/v1/"):
+        assert response.json()["error"]["message"] == f"{method} {path}: Not Found"
+
+
+def test_a_prefilled_reply_is_continued_with_its_space(client, models):
+    reply = {"role": "assistant", "content": "It is"}
+    models["left"].say = lambda text: " warm."
+    assert post(client, messages=[*HI, reply]).json()["choices"][0]["message"]["content"] == " warm."
+    assert models["left"].keeps_space
+    post(client)
+    assert not models["left"].keeps_space
 
 
 def test_state_and_votes_are_answered_while_all_answers_are_waited_for(tmp_path):

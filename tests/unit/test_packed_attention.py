@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from plain_logits import compute_logits
-from tiny_configs import CONFIGS, NOISY, VARIANTS, tiny_config
+from tiny_configs import CONFIGS, NOISY, PADDED_IN_5_23, VARIANTS, tiny_config
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from common.models.attention import VARLEN_ATTENTION, choose_attention, narrow_last_layer, takes_packed
@@ -15,8 +15,8 @@ from common.models.output_head import OutputHead
 from common.models.policy_model import PolicyModel
 
 # Attention of their own, caps of scores within it, layers with a state.
-PADDED = {"gptj", "bloom", "falcon", "falcon_alibi", "falcon_new", "gpt_neo", "xglm", "gemma2", "minimax"}
-PADDED |= {"bloom_twelve_heads", "falcon_biased", "falcon_alibi_one_key"}
+PADDED = {"bloom", "falcon", "falcon_alibi", "falcon_new", "gpt_neo", "xglm", "gemma2", "minimax"}
+PADDED |= PADDED_IN_5_23 | {"bloom_twelve_heads", "falcon_biased", "falcon_alibi_one_key"}
 # A sequence alone, three that begin alike (one of them is all beginning), one token, a pair that is alike at
 # one place behind its beginning, too.
 GROUPS = torch.tensor([1, 3, 1, 2])

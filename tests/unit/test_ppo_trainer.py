@@ -1,6 +1,7 @@
 """The loop of step 3 without engines: what it makes of rollout batches, when roles say what they are told."""
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -37,7 +38,7 @@ def make_trainer(args, algorithm, rollout, logger=None) -> PPOTrainer:
     """A trainer without prompts."""
     kl = KLController(args.kl_coef, args.kl_target, args.kl_horizon)
     losses = PPOLosses(args, rollout.roles, kl, build_policy_loss(args))
-    return PPOTrainer(algorithm, rollout, losses, None, logger)
+    return PPOTrainer(algorithm, rollout, losses, SimpleNamespace(num_steps=0), logger)
 
 
 def open_trainer(**flags):
@@ -170,7 +171,7 @@ def test_a_critic_that_is_right_leaves_no_advantage_while_statistics_move(kind, 
     learned, algorithm, rollout = [], ALGORITHMS["ppo"], KnowingCritic()
     logger, run = (
         SimpleNamespace(log=lambda *_: None),
-        SimpleNamespace(num_updates=0, checkpoint_if_due=lambda *_: None),
+        SimpleNamespace(num_updates=0, checkpoint_if_due=lambda *_: None, stoppable=nullcontext),
     )
     trainer = make_trainer(fill_defaults(args, algorithm), algorithm, rollout, logger)
     rollout.normaliser = normaliser = trainer.value_normaliser
@@ -230,7 +231,7 @@ def test_hooks_run_before_and_after_each_phase(monkeypatch):
     algorithm, rollout = ALGORITHMS["ppo"], KnowingCritic()
     rollout.normaliser = ValueNormaliser("exp")
     logger = SimpleNamespace(log=lambda *_: None)
-    run = SimpleNamespace(num_updates=0, checkpoint_if_due=lambda *_: None)
+    run = SimpleNamespace(num_updates=0, checkpoint_if_due=lambda *_: None, stoppable=nullcontext)
     args = fill_defaults(PPOArguments(reward_clip=0.0, kl_coef=0.0), algorithm)
     trainer = make_trainer(args, algorithm, rollout, logger)
     trainer.minibatches = lambda current: learned.append(current.batch) or list(minibatches)

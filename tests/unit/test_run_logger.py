@@ -36,9 +36,12 @@ def test_run_logger_writes_files_and_lines(tmp_path, capsys):
     assert rows[2]["sft/loss"] == 0.5 and rows[2]["sft/hidden"] == 9.0 and rows[2]["perf/peak_memory_gib"] > 0
     assert lines_of(tmp_path / "samples.jsonl") == [{"step": 3, "prompt": "p", "answer": "ä"}]
     printed = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in printed] == ["0/3", "2/3", "3/3"], "step 1 is not due"
-    assert "sft/loss       0.5  perf" in printed[1] and "hidden" not in printed[1]
-    assert "left 0:00:0" in printed[1] and printed[2].endswith("left 0:00:00")
+    assert printed[0].split() == ["after", "step", "0/3", "value", "change"]
+    assert printed[1].split() == ["sft/eval_loss", "3"]
+    assert printed[2].split() == ["step", "loss", "step_seconds", "left"]
+    steps = [line.split() for line in printed[3:]]
+    assert [step[0] for step in steps] == ["2/3", "3/3"], "step 1 is not due"
+    assert steps[0][1:3] == ["0.5", "0.5"] and steps[1][3] == "0:00:00"
     assert "sft/hidden" in (tmp_path / "report.html").read_text()
     assert list((tmp_path / "tensorboard").iterdir())
 
@@ -49,7 +52,7 @@ def test_a_number_that_json_cannot_hold_is_null_and_leaves_a_gap_in_the_curve(tm
         logger.log(step, {"a/norm": norm})
     logger.close()
     first = (tmp_path / "metrics.jsonl").read_text().splitlines()[0]
-    assert '"a/norm": null' in first and "norm       inf" in capsys.readouterr().out
+    assert '"a/norm": null' in first and "1/2        inf " in capsys.readouterr().out
     assert read_run(tmp_path).curves["a/norm"] == Curve([2], [2.0])
 
 
@@ -135,7 +138,7 @@ def test_lines_wait_while_the_disk_is_full_and_none_is_torn_or_lost(tmp_path, ca
         with pytest.raises(OSError, match="metrics.jsonl cannot be written"):
             logger.json_state()
     printed = capsys.readouterr().out
-    assert printed.count("its lines are kept in memory") == 1 and "step     3/9" in printed
+    assert printed.count("its lines are kept in memory") == 1 and "    3/9 " in printed
     logger.log(4, {"a/b": 1.0})
     assert steps_of(tmp_path) == [1, 2, 3, 4]
     assert logger.json_state()["sizes"]["metrics.jsonl"] == (tmp_path / "metrics.jsonl").stat().st_size

@@ -9,11 +9,22 @@ import time
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
-FAKE_PIP = """import os, sys, time
+FAKE_UV = """#!/bin/sh
+echo "uv for torch $UV_TORCH_BACKEND: $@" >> "$PIP_RECORD"; exit ${UV_EXIT_CODE:-0}
+"""
+FAKE_PIP = f"""import os, pathlib, sys, time
+if sys.argv[1:] == ["config", "list"]:
+    print(os.environ.get("PIP_CONFIG", "global.index-url='https://index.example'"))
+if "--target" in sys.argv and "UV_EXIT_CODE" in os.environ:
+    uv = pathlib.Path(sys.argv[-2], "bin/uv")
+    uv.parent.mkdir(parents=True)
+    uv.write_text({FAKE_UV!r})
+    uv.chmod(0o755)
 with open(os.environ["PIP_RECORD"], "a") as record:
     record.write(" ".join(sys.argv[1:]) + "\\n")
 time.sleep(float(os.environ.get("PIP_SECONDS", "0")) if "install" in sys.argv else 0)
@@ -27,6 +38,7 @@ def repository(tmp_path: Path) -> Path:
     (tmp_path / "training_scripts").mkdir()
     script = tmp_path / "training_scripts/setup_env.sh"
     script.write_text((ROOT / "training_scripts/setup_env.sh").read_text())
+    (tmp_path / "constraints.txt").write_text("tqdm==4.70.1\n")
     (tmp_path / "requirements.txt").write_text("torch>=2.13.0,<2.15  # a range\ntqdm~=4.70\n")
     (tmp_path / "requirements-dev.txt").write_text("-r requirements.txt\npytest~=9.2\n")
     subprocess.run(
@@ -98,7 +110,8 @@ def test_torch_is_installed_first_and_alone_then_the_file(repository: Path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(repository / ".venv/bin/python")
     requirements = repository / "requirements-dev.txt"
-    assert asked(repository) == [f"{INSTALL} torch==2.13.0", f"{INSTALL} -r {requirements}"]
+    constraints = repository / "constraints.txt"
+    assert asked(repository) == [f"{INSTALL} torch==2.13.0", f"{INSTALL} -r {requirements} -c {constraints}"]
 
 
 def test_a_second_call_installs_nothing_until_an_included_file_changes(repository: Path):
@@ -109,6 +122,9 @@ def test_a_second_call_installs_nothing_until_an_included_file_changes(repositor
         file.write("peft~=0.21\n")
     source(repository, SOURCE_DEV)
     assert len(asked(repository)) == 4
+    (repository / "constraints.txt").write_text("tqdm==4.70.2\n")
+    source(repository, SOURCE_DEV)
+    assert len(asked(repository)) == 6
 
 
 @pytest.mark.parametrize("version", ["2.13.0+cu128", "2.14.1"])
@@ -116,7 +132,9 @@ def test_a_torch_that_is_there_is_kept(repository: Path, version: str):
     add_package(repository, "torch", version)
     done = source(repository, SOURCE_DEV)
     assert f"keeps torch {version}; downloads about" in done.stdout and "CUDA" not in done.stdout
-    assert asked(repository) == [f"{INSTALL} -r {repository / 'requirements-dev.txt'}"]
+    assert [line.split(" -c ")[0] for line in asked(repository)] == [
+        f"{INSTALL} -r {repository / 'requirements-dev.txt'}"
+    ]
 
 
 @pytest.mark.parametrize("version", ["2.9.1", "2.15.0"])
@@ -139,11 +157,54 @@ def test_the_ci_runs_versions_that_setup_accepts():
 
 
 def test_uv_installs_where_it_is_present(repository: Path):
-    add_command(repository, "uv", 'echo "$@" >> "$PIP_RECORD"')
+    add_command(repository, "uv", FAKE_UV.partition("\n")[2])
     assert "uv installs requirements-dev.txt" in source(repository, SOURCE_DEV).stdout
     calls = (repository / "asked").read_text().splitlines()
     to = f"pip install --quiet --python {repository / '.venv'}/bin/python"
-    assert calls == [f"{to} torch==2.13.0", f"{to} -r {repository / 'requirements-dev.txt'}"]
+    files = f"-r {repository / 'requirements-dev.txt'} -c {repository / 'constraints.txt'}"
+    assert calls == [f"uv for torch auto: {to} torch==2.13.0", f"uv for torch : {to} {files}"]
+
+
+DRIVER = "| NVIDIA-SMI 580.65.06    Driver Version: 580.65.06    CUDA Version: 13.0     |"
+
+
+def test_torchs_build_is_the_one_for_the_driver(repository: Path):
+    add_command(repository, "nvidia-smi", f"echo '{DRIVER}'")
+    done = source(repository, SOURCE_DEV, PIP_CONFIG="", UV_EXIT_CODE="0")
+    assert done.returncode == 0 and "; driver 580.65.06, CUDA 13.0" in done.stdout, done.stderr
+    calls = (repository / "asked").read_text().splitlines()
+    to = f"pip install --quiet --python {repository / '.venv'}/bin/python"
+    assert f"uv for torch auto: {to} torch==2.13.0" in calls
+    assert not [line for line in asked(repository) if "torch==" in line]
+    assert not (repository / ".venv/.triptych-uv").exists()
+    (repository / "asked").unlink()
+    (repository / "constraints.txt").write_text("# another\n")
+    source(repository, SOURCE_DEV, PIP_CONFIG="", UV_EXIT_CODE="0", UV_TORCH_BACKEND="cu128")
+    assert f"uv for torch cu128: {to} torch==2.13.0" in (repository / "asked").read_text().splitlines()
+
+
+@pytest.mark.parametrize("uv", [{"UV_EXIT_CODE": "1"}, {}], ids=["no route to torch's index", "no uv"])
+def test_without_torchs_own_index_its_build_is_that_of_the_package_index(repository: Path, uv):
+    add_command(repository, "nvidia-smi", "exit 9")  # no driver
+    done = source(repository, SOURCE_DEV, PIP_CONFIG="", **uv)
+    assert done.returncode == 0 and "; no NVIDIA driver" in done.stdout, done.stderr
+    assert f"{INSTALL} torch==2.13.0" in asked(repository)
+
+
+def test_every_requirement_has_a_tested_version_in_its_range():
+    pins = dict(line.split("==") for line in lines_of("constraints.txt"))
+    names = {name.lower().replace("_", "-"): version for name, version in pins.items()}
+    files = ("requirements.txt", "requirements-demo.txt", "requirements-dev.txt")
+    needed = [Requirement(line) for file in files for line in lines_of(file)]
+    assert len(needed) > 30 and "torch" not in names, "the machine's build is chosen"
+    for package in needed:
+        if package.name != "torch":
+            assert names[package.name.lower().replace("_", "-")] in package.specifier, package
+
+
+def lines_of(file: str) -> list[str]:
+    lines = [line.partition("#")[0].strip() for line in (ROOT / file).read_text().splitlines()]
+    return [line for line in lines if line and not line.startswith("-")]
 
 
 def test_without_room_nothing_is_downloaded(repository: Path):

@@ -22,7 +22,7 @@ from common.data.data_options import check_sources, is_held_out, parse_data_spli
 from common.data.registry import load_source
 from common.data.stage_datasets import build_data, build_pretraining, preview_rows
 from common.data.stage_rows import MAX_FIELD_CHARACTERS, build_row_fields
-from common.ranks import watchdog
+from common.ranks import passes, watchdog
 
 ROOT = Path(__file__).parents[2]
 
@@ -355,13 +355,13 @@ def test_a_person_sees_what_is_being_done(write_rows, build, monkeypatch, capfd)
     with watchdog.phase("the loading of the model"):
         assert capfd.readouterr().err == "", "a program asks for it"
     watchdog.print_progress_lines()
-    monkeypatch.setattr(stage_datasets, "PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr(passes, "LINE_SECONDS", 0.0)
     for step in (1, 2):
         with watchdog.phase("the preparation of the data", step), watchdog.phase("something inside"):
             build(path, 1)
     lines = [line.split("] ")[1] for line in capfd.readouterr().err.splitlines()]
-    told = "tokenised 3 of at most 3 rows"
-    assert lines == ["the preparation of the data", told], "once, and the second time it is in the cache"
+    told = [f"something inside: {n} of 3 rows, left 0:00:00" for n in (1, 2, 3)]
+    assert lines == ["the preparation of the data", *told], "once, and the second time it is in the cache"
 
 
 # ---- the token cache

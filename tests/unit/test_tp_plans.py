@@ -126,32 +126,32 @@ def test_a_size_that_does_not_fit_names_those_that_do(family, changes, size, wor
 
 
 @pytest.fixture
-def codegen(monkeypatch) -> nn.Module:
+def mpt(monkeypatch) -> nn.Module:
     """A model of a family without a plan; what a test registers is taken back."""
     monkeypatch.setattr(tp_plans, "PLANS", dict(PLANS))
-    config = transformers.CodeGenConfig(
-        n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=320, rotary_dim=4
-    )
+    config = transformers.MptConfig(d_model=32, n_layers=2, n_heads=4, max_seq_len=64, vocab_size=320)
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def test_an_unknown_family_has_no_plan_until_a_user_registers_one(codegen):
-    assert working_tp_sizes(codegen) == [1] and build_cuts(codegen, 1) == {}
+def test_an_unknown_family_has_no_plan_until_a_user_registers_one(mpt):
+    assert working_tp_sizes(mpt) == [1] and build_cuts(mpt, 1) == {}
     cure = "use --inference_tp_size 1, or register .* with register_tp_plan"
-    with pytest.raises(NoPlan, match=f"'codegen' has no .* {cure}"):
-        build_cuts(codegen, 2)
-    register_tp_plan("codegen")(lambda config: {"h.*.mlp.up": Column()})
-    with pytest.raises(NoPlan, match=r"CodeGenForCausalLM has no h\.\*\.mlp\.up"):
-        build_cuts(codegen, 2)
+    with pytest.raises(NoPlan, match=f"'mpt' has no .* {cure}"):
+        build_cuts(mpt, 2)
+    register_tp_plan("mpt")(lambda config: {"blocks.*.ffn.up": Column()})
+    with pytest.raises(NoPlan, match=r"MptForCausalLM has no blocks\.\*\.ffn\.up"):
+        build_cuts(mpt, 2)
 
-    @register_tp_plan("codegen")
+    @register_tp_plan("mpt")
     def plan_mlp_only(config):
-        parts = (Part(config.n_embd * 4, 32),)
-        return {"h.*.mlp.fc_in": Column(parts), "h.*.mlp.fc_out": Row(parts)}
+        parts = (Part(config.d_model * 4, 32),)
+        return {"blocks.*.ffn.up_proj": Column(parts), "blocks.*.ffn.down_proj": Row(parts)}
 
-    assert working_tp_sizes(codegen) == [1, 2, 4]
-    assert build_cuts(codegen, 2)["transformer.h.1.mlp.fc_out.weight"] == Cut(1, (((0, 64),), ((64, 128),)))
+    assert working_tp_sizes(mpt) == [1, 2, 4]
+    assert build_cuts(mpt, 2)["transformer.blocks.1.ffn.down_proj.weight"] == Cut(
+        1, (((0, 64),), ((64, 128),))
+    )
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ if [ "$SIZE" = smollm2 ] && [ "$OUTPUT_DIR" = output/demo ]; then OUTPUT_DIR=out
 mkdir -p "$OUTPUT_DIR"
 
 # shellcheck source=training_scripts/setup_env.sh
-source training_scripts/setup_env.sh requirements.txt
+source training_scripts/setup_env.sh requirements-demo.txt
 
 # One rank per core (at most two) on a CPU, one on a GPU: small matrix products gain more from ranks than from threads,
 # and the curves are the same for any number of ranks.
