@@ -325,7 +325,7 @@ def _add_unknown(word: str, known: list[str], problems: Problems, place: str = "
     name = word.split("=")[0]
     bare = name.removeprefix("--")
     if bare in REMOVED:
-        problems.add(f"{place}{name} has been removed; docs/migration.md names its replacement")
+        problems.add(f"{place}{name} has been removed; CHANGELOG.md names its replacement")
     elif word.startswith("-"):
         near = difflib.get_close_matches(bare.replace("-", "_"), known, n=1)
         hint = f"; did you mean --{near[0]}?" if near else "; --help_all lists all flags"

@@ -98,7 +98,7 @@ IGNORED = {
     "penalty_alpha": "transformers has removed contrastive search",
 }
 
-# Flags of our earlier versions, with their defaults; docs/migration.md names the replacements.
+# Flags of our earlier versions, with their defaults; CHANGELOG.md names the replacements.
 REMOVED = {
     "max_logprob_gap": 0.001, "max_out_tokens": 0,
     "eval_before_training": True, "min_reward_accuracy": 0.6, "actor_lora_alpha": 0.0,

@@ -142,7 +142,7 @@ def compare_flags(args: Any, saved: dict[str, Any], origin: str, problems: Probl
     for name in REMOVED.keys() & saved.keys():
         if saved[name] != REMOVED[name]:
             problems.add(
-                f"{origin} was made with --{name} {saved[name]}, a removed flag (see docs/migration.md): "
+                f"{origin} was made with --{name} {saved[name]}, a removed flag (see CHANGELOG.md): "
                 "resume it with the version that wrote it, or start over with --resume overwrite"
             )
     saved = vars(type(args)()) | saved  # older versions lack some flags

@@ -95,8 +95,8 @@ def test_your_own_reward(exports, tiny):
 
 
 def test_the_checks_before_a_run(exports, tiny, capsys):
-    """Those of "Before a run", which stand in its text."""
-    told = README.read_text()
+    """Those of "Before a run" in docs/a_run.md, which stand in its text."""
+    told = (ROOT / "docs/a_run.md").read_text()
     look = "python -m tools.check_data --stage 1 --model_name_or_path M --data_path my.jsonl"
     plan = "python -m tools.plan --stage 3 --actor_model_name_or_path A --critic_model_name_or_path B"
     more = " --gpu a100-80g --num_gpus 8"

@@ -11,7 +11,7 @@ import pytest
 from common.data.data_options import DataOptions
 from common.flags.args import Problems, field_type, parse_args
 from common.flags.groups import TokenizerArguments
-from common.flags.other_names import OLDER_NAMES, REMOVED, SWITCHES
+from common.flags.other_names import OLDER_FORMS, OLDER_NAMES, REMOVED, SWITCHES
 from common.flags.problems import is_usable, no_effect_notes
 from common.generation.hybrid_engine import HybridOptions
 from common.runs.resume import compare_flags
@@ -117,8 +117,11 @@ def test_a_flag_of_deepspeed_chat_stands_for_one_of_ours(words, expected):
 
 
 def test_a_removed_flag_is_refused():
-    _, (message,) = parse(PPOArguments, "--actor_model_name_or_path a --reward_model_name_or_path m")
-    assert message == "--reward_model_name_or_path has been removed; docs/migration.md names its replacement"
+    changes = (ROOT / "CHANGELOG.md").read_text().split("\n### Removed and renamed\n")[1]
+    for name in REMOVED:
+        _, (message,) = parse(PPOArguments, f"--actor_model_name_or_path a --{name} m")
+        assert message == f"--{name} has been removed; CHANGELOG.md names its replacement"
+    assert [name for name in REMOVED.keys() | OLDER_FORMS.keys() if f"`--{name}" not in changes] == []
     names = {field.name for program in find_programs() for field in dataclasses.fields(program.flags)}
     of_steps = {field.name for field in dataclasses.fields(PPOArguments)}
     assert not REMOVED.keys() & of_steps and not SWITCHES.keys() & of_steps

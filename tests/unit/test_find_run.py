@@ -257,9 +257,7 @@ def test_compare_flags_translates_flags_of_earlier_versions():
     assert compare("", flags_of("") | {"max_out_tokens": 0, "max_logprob_gap": 0.001}) == ([], [])
     assert compare("", flags_of("") | {"save_interval": 500, "max_tokens_per_micro_batch": 0}) == ([], [])
     _, (problem,) = compare("", flags_of("") | {"max_logprob_gap": 2.0})
-    assert problem.startswith(
-        "ORIGIN was made with --max_logprob_gap 2.0, a removed flag (see docs/migration.md)"
-    )
+    assert problem.startswith("ORIGIN was made with --max_logprob_gap 2.0, a removed flag (see CHANGELOG.md)")
     before = flags_of("")
     del before["learning_rate"], before["data_path"]  # they were at their defaults
     assert compare("", before) == ([], [])
