@@ -174,6 +174,7 @@ def test_who_tells_the_problems(monkeypatch, capsys, rank, local_rank, by_all, i
 
 
 @pytest.mark.usefixtures("process_group")
+@pytest.mark.skipif(not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="torch 2.11")
 @pytest.mark.parametrize(
     ("variable", "found"), [("", "expandable_segments:True"), ("PYTORCH_CUDA_ALLOC_CONF", "")]
 )
