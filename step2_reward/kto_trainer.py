@@ -14,6 +14,7 @@ from common.engine.engine_step import Stat
 from common.models.router_loss import add_router_loss
 from common.programs.single_model import Trainer
 from common.ranks import distributed
+from common.ranks.passes import watched
 from common.ranks.step_costs import COSTS
 from step2_reward.answer_scores import compute_answer_logprobs
 from step2_reward.pair_math import kto_baseline, kto_loss, wins
@@ -29,7 +30,10 @@ class MismatchedRows(Dataset):
 
     def __init__(self, rows: Any, max_tokens: int) -> None:
         self.rows, self.max_tokens = rows, max_tokens
-        prompts = [hash(tuple(row["answer_ids"][: row["answer_response_start"]])) for row in rows]
+        prompts = [
+            hash(tuple(row["answer_ids"][: row["answer_response_start"]]))
+            for row in watched(rows, len(rows), "rows")
+        ]
         self.others = find_others(prompts)
 
     def __len__(self) -> int:

@@ -47,7 +47,8 @@ def main() -> None:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         cure = f"did you mean {near[0]}?" if near else f"choose from {', '.join(COMMANDS)}"
-        sys.exit(f"error: there is no command {name!r}; {cure}")
+        print(f"error: there is no command {name!r}; {cure}", file=sys.stderr)
+        raise SystemExit(2)
     file = ROOT / COMMANDS[name][0]
     if prints_path:
         print(file)

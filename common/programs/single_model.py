@@ -29,6 +29,7 @@ from common.programs.training_loop import (
     save_model,
 )
 from common.ranks import distributed, watchdog
+from common.ranks.passes import watched
 from common.ranks.step_costs import COSTS
 from common.runs.run import IntervalClock, Run
 from common.runs.run_files import RunResult
@@ -101,7 +102,8 @@ class TrainingRows:
             max_tokens = args.per_device_train_batch_size * len(lengths) * args.max_seq_len
         shared = np.empty(0, np.int32)
         if max_tokens and shared_length:
-            shared = np.fromiter(map(shared_length, rows), np.int32, len(rows))
+            read_rows = watched(rows, len(rows), "rows")
+            shared = np.fromiter(map(shared_length, read_rows), np.int32, len(rows))
         conversations = groups.group_of if groups and len(lengths) == 1 else ()  # rows of a conversation
         self.token_plan = TokenPlan(row_lengths, max_tokens, shared_lengths=shared, groups=conversations)
         if max_tokens and len(rows):

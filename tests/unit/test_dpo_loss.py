@@ -13,6 +13,7 @@ from common.data.collators import collate_pairs
 from common.data.global_batches import EpochOrder, RowPlan
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.policy_model import PolicyModel
+from common.ranks import passes
 from common.runs.saved_state import TensorReader, write_slices
 from step2_reward import reference
 from step2_reward.answer_scores import SIDES, compute_answer_logprobs
@@ -166,6 +167,21 @@ def test_two_ranks_ask_about_each_row_once_in_as_many_passes(rows_per_batch, mon
     expected[1] = [0, 0]
     assert sum(found).tolist() == expected and len(num_passes) == 1
     assert not (found[0] * found[1]).any(), "no row is asked about twice"
+
+
+def test_a_pass_that_was_stopped_is_not_made_again(monkeypatch):
+    scores, rows, answers = (
+        KnownScores(1),
+        reference.ReferencePairs(Table(pairs())),
+        iter([False, False, True]),
+    )
+    monkeypatch.setattr(passes, "must_stop", lambda: next(answers))
+    with pytest.raises(passes.Interrupted):
+        reference.compute_reference(scores, rows, [0, 3, 4])
+    assert scores.num_passes == 2 and int(rows.logprobs.isnan().any(1).sum()) == len(rows) - 2
+    monkeypatch.undo()
+    reference.compute_reference(scores, rows, [0, 3, 4])
+    assert scores.num_passes == 3 and not rows.logprobs[[0, 3, 4]].isnan().any()
 
 
 def test_rows_of_the_first_steps():

@@ -127,6 +127,7 @@ def test_a_bar_stands_below_the_lines_and_leaves_nothing():
     assert code == 0 and before == after
     assert "step 3/9, left 1:23:20 " in output
     assert "the evaluation: 2 of 5 batches" in output
+    assert "step 3/9" in output.rpartition("the evaluation: ")[2], "the run again, after its pass"
     lines = ["a line of the run", "a message of another thread", "another line"]
     shown = on_the_screen(output)
     assert [row for row in shown if row in lines] == lines, output
