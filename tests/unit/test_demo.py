@@ -295,6 +295,8 @@ def test_measure_gives_every_number_and_five_prompts(output_dir, data, monkeypat
     assert [numbers[name] for name in names] == [0.75, 0.0, 2.0, 3.0, 0.375, 4.0]
     assert sum(line.startswith("Human: ") for line in lines) == 5
     assert measure.peak_gib(output_dir) == 1000.0  # of both ranks
+    listed = (output_dir / "replies.md").read_text("utf-8").splitlines()
+    assert sum(line.startswith("| ") for line in listed) == 1 + 12
 
 
 # --- the summary
@@ -337,6 +339,9 @@ def test_each_aim_is_met_or_missed():
     for key, value in [*MISSED.items(), ("kl", math.nan)]:
         assert missed_aims({**good, key: value}) == [key]
     assert any(" missed " in line for line in format_summary(good | {"kl": 10.1}))
+    good |= {"target_ppo": 0.55}
     assert missed_aims(good | {"seconds": 1500, "peak_gib": 10}, "smollm2") == []
     assert missed_aims(good | {"seconds": 1501, "peak_gib": 10.1}, "smollm2") == ["seconds", "peak_gib"]
+    assert missed_aims(good | {"target_ppo": 0.54}, "smollm2") == ["target_ppo"]
+    assert missed_aims(good | {"target_ppo": 0.54}) == []
     assert any("aim: at most 1500" in line for line in format_summary(good, "smollm2"))

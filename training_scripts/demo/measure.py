@@ -5,8 +5,8 @@
 OUTPUT_DIR is the output of run_demo.sh: inputs/, step1/, step3/, reward_eval.log. Accuracy, scores, win rate
 and KL were measured by the steps on held-out rows; the rest is measured here by plain forward passes and
 plain `model.generate` in fp32, and by `text_measures.py`, which no step trains on. Prints one table and five
-held-out prompts with the replies of the three models, and writes OUTPUT_DIR/summary.json. The exit status is
-0 whether or not an aim is met.
+held-out prompts with the replies of the three models, and writes OUTPUT_DIR/summary.json and replies.md. The
+exit status is 0 whether or not an aim is met.
 """
 
 import argparse
@@ -42,8 +42,12 @@ from training_scripts.demo.text_measures import distinct_2, is_kind, is_on_topic
 
 SEED = 1234
 MAX_RESPONSE_TOKENS = 40  # as in step 3
-LIMITS = {"small": (480, 4), "smollm2": (1500, 10)}  # seconds, GiB, on two CPU cores
+LIMITS = {  # seconds, GiB, on two CPU cores; how far PPO's kind replies on topic exceed SFT's
+    "small": {"seconds": 480, "gib": 4, "target": 0.25},
+    "smollm2": {"seconds": 1500, "gib": 10, "target": 0.35},
+}
 NUM_SHOWN = 5
+NUM_LISTED = 40  # in replies.md
 SHOWN_WORDS = range(4, 13)  # per prompt, to fit on a line
 
 # Key of summary.json: description, decimals shown, the aim that `missed_aims` checks.
@@ -60,7 +64,11 @@ NUMBERS = {
     "score_after": ("reward model's score of held-out prompts, PPO model", 3, ""),
     "win_rate": ("PPO's replies scored above SFT's, held-out prompts", 3, "at least 0.6"),
     "target_sft": ("replies that are kind and on topic, SFT model", 3, ""),
-    "target_ppo": ("replies that are kind and on topic, PPO model", 3, "at least 0.25 above the SFT model's"),
+    "target_ppo": (
+        "replies that are kind and on topic, PPO model",
+        3,
+        "at least {target} above the SFT model's",
+    ),
     "fluency_human": ("log-probability of human replies, nats per token", 2, ""),
     "fluency_sft": ("log-probability of the SFT model's replies", 2, ""),
     "fluency_ppo": ("log-probability of the PPO model's replies", 2, "at least that of human ones"),
@@ -78,19 +86,19 @@ NUMBERS = {
 
 def missed_aims(s: Mapping[str, float], size: str = "small") -> list[str]:
     """Keys of the summary's numbers that miss their aim; NaN misses every aim."""
-    seconds, gib = LIMITS[size]
+    limits = LIMITS[size]
     is_met = {
         "sft_perplexity": s["sft_perplexity"] < s["unigram_perplexity"] / 8,
         "reward_accuracy": s["reward_accuracy"] >= 0.85,
         "win_rate": s["win_rate"] >= 0.6,
-        "target_ppo": s["target_ppo"] >= s["target_sft"] + 0.25,
+        "target_ppo": s["target_ppo"] >= s["target_sft"] + limits["target"],
         "fluency_ppo": s["fluency_ppo"] >= s["fluency_human"],
         "lint_free_ppo": s["lint_free_ppo"] >= 0.9,
         "kl": s["kl"] <= 10,
         "distinct2_ppo": s["distinct2_ppo"] >= 0.5 * s["distinct2_sft"],
         "words_ppo": s["words_ppo"] >= 0.6 * s["words_sft"],
-        "seconds": s["seconds"] <= seconds,
-        "peak_gib": s["peak_gib"] <= gib,
+        "seconds": s["seconds"] <= limits["seconds"],
+        "peak_gib": s["peak_gib"] <= limits["gib"],
     }
     return [key for key in is_met if not is_met[key]]
 
@@ -103,8 +111,7 @@ def format_summary(summary: Mapping[str, float], size: str = "small") -> list[st
     for key, (label, decimals, aim) in NUMBERS.items():
         row = f"{label:<{width}}  {summary[key]:>8.{decimals}f}"
         if aim:
-            limits = dict(zip(("seconds", "gib"), LIMITS[size], strict=True))
-            row += f"  {'missed' if key in missed else 'met':<6}  aim: {aim.format_map(limits)}"
+            row += f"  {'missed' if key in missed else 'met':<6}  aim: {aim.format_map(LIMITS[size])}"
         rows.append(row)
     return rows
 
@@ -245,6 +252,10 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, float], list[str]]:
         numbers[f"lint_free_{name}"] = lint_free(texts)
         numbers[f"distinct2_{name}"] = distinct_2(texts)
         numbers[f"words_{name}"] = fmean(len(text.split()) for text in texts)
+    cells = list(zip(messages, sft_texts, ppo_texts, strict=True))[:NUM_LISTED]
+    rows = [f"| {' | '.join(' '.join(cell.split()) for cell in row)} |\n" for row in cells]
+    table = "".join(["| held-out message | SFT | PPO |\n", "|---|---|---|\n", *rows])
+    (args.output_dir / "replies.md").write_text(table, encoding="utf-8")
     lines = [f"{len(prompts)} held-out prompts, one reply each of at most {MAX_RESPONSE_TOKENS} tokens"]
     lines += [f"log-probabilities by {judge}, of {args.num_judged} replies; kind: positive by VADER"]
     for number, i in enumerate(shown):
