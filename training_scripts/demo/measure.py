@@ -4,9 +4,9 @@
 
 OUTPUT_DIR is the output of run_demo.sh: inputs/, step1/, step3/, reward_eval.log. Accuracy, scores, win rate
 and KL were measured by the steps on held-out rows; the rest is measured here by plain forward passes and
-plain `model.generate` in fp32, and by `text_measures.py`, which no step trains on. Prints one table and five
-held-out prompts with the replies of the three models, and writes OUTPUT_DIR/summary.json and replies.md. The
-exit status is 0 whether or not an aim is met.
+plain `model.generate` in fp32, and by `text_measures.py`, which no step trains on, but which chose the data
+of `sample_inputs.py`. Prints one table and five held-out prompts with the replies of the three models, and
+writes OUTPUT_DIR/summary.json and replies.md. The exit status is 0 whether or not an aim is met.
 """
 
 import argparse

@@ -62,7 +62,7 @@ PPO_FLAGS=(
   --max_train_steps "$(steps 14 2)"
   --actor_lora_dim 16
   --actor_lora_module_name "$UPPER_LAYERS"
-  --actor_lora_learning_rate 5e-4
+  --actor_lora_learning_rate 1e-3
   --critic_lora_dim 16
   --critic_lora_module_name "$UPPER_LAYERS"
   --critic_lora_learning_rate 5e-4

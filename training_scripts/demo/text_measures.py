@@ -1,4 +1,7 @@
-"""Measures of a reply that no step of the demo trains on: style, topic, grammar errors, fluency."""
+"""Measures of a reply: style, topic, grammar errors, fluency.
+
+No step of the demo trains on them; for SmolLM2 they also chose the replies of the training data.
+"""
 
 import functools
 import importlib.util
