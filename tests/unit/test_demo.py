@@ -186,6 +186,9 @@ def test_a_sampled_reply_has_no_prompt_and_no_special_token_and_is_the_same_each
     assert len(texts) == len(prompts) and all(texts)
     assert not any("<|" in text or turn.context in text for text, turn in zip(texts, TURNS, strict=True))
     assert texts == measure.sample_replies(model, tokenizer, prompts, batch_size=3)
+    for narrow in ({"temperature": 1e-3}, {"top_p": 1e-3}):  # only the likeliest token is left
+        first, second = measure.sample_replies(model, tokenizer, prompts[:1] * 2, 1, **narrow)
+        assert first == second
 
 
 def test_model_perplexity_equals_a_plain_loop_over_response_tokens(tokenizer, template, prompts, tmp_path):

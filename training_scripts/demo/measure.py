@@ -157,9 +157,14 @@ def unigram_perplexity(
 
 
 def sample_replies(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], batch_size: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[list[int]],
+    batch_size: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
 ) -> list[str]:
-    """One reply per prompt, sampled at temperature 1 from the whole distribution."""
+    """One reply per prompt; by default sampled from the whole distribution, as in step 3."""
     torch.manual_seed(SEED)
     texts = []
     for first in range(0, len(prompts), batch_size):
@@ -168,9 +173,9 @@ def sample_replies(
         ids = model.generate(
             **inputs,
             do_sample=True,
-            temperature=1.0,
+            temperature=temperature,
             top_k=0,
-            top_p=1.0,
+            top_p=top_p,
             max_new_tokens=MAX_RESPONSE_TOKENS,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
@@ -229,9 +234,10 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, float], list[str]]:
     shown = sorted(range(len(asked)), key=is_odd.__getitem__)[:NUM_SHOWN]
 
     base, sft, ppo = (load_model(model) for model in (inputs / "base", *exports))
-    base_texts = sample_replies(base, tokenizer, [prompts[i] for i in shown], args.batch_size)
-    sft_texts = sample_replies(sft, tokenizer, prompts, args.batch_size)
-    ppo_texts = sample_replies(ppo, tokenizer, prompts, args.batch_size)
+    sampling = args.batch_size, args.temperature, args.top_p
+    base_texts = sample_replies(base, tokenizer, [prompts[i] for i in shown], *sampling)
+    sft_texts = sample_replies(sft, tokenizer, prompts, *sampling)
+    ppo_texts = sample_replies(ppo, tokenizer, prompts, *sampling)
     numbers = {
         "unigram_perplexity": unigram_perplexity(train_rows, eval_rows, len(tokenizer)),
         "sft_perplexity": model_perplexity(sft, eval_rows, args.batch_size),
@@ -257,6 +263,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, float], list[str]]:
     table = "".join(["| held-out message | SFT | PPO |\n", "|---|---|---|\n", *rows])
     (args.output_dir / "replies.md").write_text(table, encoding="utf-8")
     lines = [f"{len(prompts)} held-out prompts, one reply each of at most {MAX_RESPONSE_TOKENS} tokens"]
+    lines += [f"sampled at temperature {args.temperature}, top-p {args.top_p}"]
     lines += [f"log-probabilities by {judge}, of {args.num_judged} replies; kind: positive by VADER"]
     for number, i in enumerate(shown):
         replies = {"base": base_texts[number], "SFT": sft_texts[i], "PPO": ppo_texts[i]}
@@ -284,6 +291,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--data", choices=("composed", "human"), default="composed", help="data made by build_inputs.py")
     add("--num_judged", type=int, default=96, help="replies per kind whose fluency is measured")
     add("--num_scored", type=int, default=2000, help="maximum held-out replies for the perplexities")
+    add("--temperature", type=float, default=1.0, help="sampling temperature of the replies")
+    add(
+        "--top_p",
+        type=float,
+        default=1.0,
+        help="sample from the smallest set of this probability",
+    )
     add("--batch_size", type=int, default=64, help="sequences per forward pass")
     add("--started_at", type=float, default=time.time(), help="unix time at which the demo began")
     return parser.parse_args(argv)

@@ -75,4 +75,13 @@ PPO_FLAGS=(
   --truncated_score -5
   --log_interval 1
 )
-MEASURE_FLAGS=(--size smollm2 --template chat --num_prompts "$(steps 88 8)" --num_scored "$(steps 128 16)" --batch_size "$(steps 32 8)")
+MEASURE_FLAGS=(
+  --size smollm2
+  --template chat
+  --num_prompts "$(steps 88 8)"
+  --num_scored "$(steps 128 16)"
+  --batch_size "$(steps 32 8)"
+  # As chat.py samples.
+  --temperature 0.7
+  --top_p 0.95
+)
