@@ -1,7 +1,7 @@
 """Translates a command or YAML file of TRL, OpenRLHF or LLaMA-Factory into ours.
 
     python -m tools.translate llama3_lora_ppo.yaml
-    python -m tools.translate accelerate launch --num_processes 2 examples/scripts/ppo/ppo.py --sft_model_path M ...
+    python -m tools.translate accelerate launch --num_processes 2 ppo.py --sft_model_path M ...
 
 Prints our command, which also sets what they do by default and we do not. Lines that begin with # have each
 of their flags without a counterpart, and what to set by hand. The exit code is 2 for a flag, value or file

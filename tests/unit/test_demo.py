@@ -186,6 +186,9 @@ def test_a_sampled_reply_has_no_prompt_and_no_special_token_and_is_the_same_each
     assert len(texts) == len(prompts) and all(texts)
     assert not any("<|" in text or turn.context in text for text, turn in zip(texts, TURNS, strict=True))
     assert texts == measure.sample_replies(model, tokenizer, prompts, batch_size=3)
+    for narrow in ({"temperature": 1e-3}, {"top_p": 1e-3}):  # only the likeliest token is left
+        first, second = measure.sample_replies(model, tokenizer, prompts[:1] * 2, 1, **narrow)
+        assert first == second
 
 
 def test_model_perplexity_equals_a_plain_loop_over_response_tokens(tokenizer, template, prompts, tmp_path):
@@ -295,6 +298,8 @@ def test_measure_gives_every_number_and_five_prompts(output_dir, data, monkeypat
     assert [numbers[name] for name in names] == [0.75, 0.0, 2.0, 3.0, 0.375, 4.0]
     assert sum(line.startswith("Human: ") for line in lines) == 5
     assert measure.peak_gib(output_dir) == 1000.0  # of both ranks
+    listed = (output_dir / "replies.md").read_text("utf-8").splitlines()
+    assert sum(line.startswith("| ") for line in listed) == 1 + 12
 
 
 # --- the summary
@@ -337,6 +342,9 @@ def test_each_aim_is_met_or_missed():
     for key, value in [*MISSED.items(), ("kl", math.nan)]:
         assert missed_aims({**good, key: value}) == [key]
     assert any(" missed " in line for line in format_summary(good | {"kl": 10.1}))
+    good |= {"target_ppo": 0.55}
     assert missed_aims(good | {"seconds": 1500, "peak_gib": 10}, "smollm2") == []
     assert missed_aims(good | {"seconds": 1501, "peak_gib": 10.1}, "smollm2") == ["seconds", "peak_gib"]
+    assert missed_aims(good | {"target_ppo": 0.54}, "smollm2") == ["target_ppo"]
+    assert missed_aims(good | {"target_ppo": 0.54}) == []
     assert any("aim: at most 1500" in line for line in format_summary(good, "smollm2"))

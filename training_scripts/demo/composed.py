@@ -7,6 +7,7 @@ part of a kind or a curt reply. The last phrases of each intent are held out fro
 
 import csv
 import functools
+import itertools
 import random
 import re
 from pathlib import Path
@@ -142,6 +143,13 @@ def compose_reply(topic: dict[str, str], intent: str, rng: random.Random, *, is_
     return " ".join(fill(rng.choice(part), topic) for part in parts)
 
 
+def short_curt_replies(topic: dict[str, str]) -> list[str]:
+    """All curt replies of two sentences, one of which names the topic."""
+    first, about_topic, last, _ = CURT
+    pairs = [*itertools.product(first, about_topic), *itertools.product(about_topic, last)]
+    return [fill(" ".join(pair), topic) for pair in pairs]
+
+
 def topics_of(part: str, *, hold_out_topics: bool) -> list[dict[str, str]]:
     """Topics of a split: all of them, or those that the other split lacks."""
     topics = load_topics()
@@ -192,10 +200,14 @@ def _flawed_reply(
     if flaw == "too long":
         more = rng.choice(list(MESSAGES))
         return f"{reply} {compose_reply(rng.choice((topic, other)), more, rng, is_kind=rng.random() < 0.5)}"
+    return break_off(reply, rng)
+
+
+def break_off(reply: str, rng: random.Random) -> str:
+    """The first words of a reply, at least MIN_WORDS, up to a random one within a sentence."""
     words = reply.split()
-    # Not at the end of a sentence.
     inner = [n for n in range(MIN_WORDS, len(words)) if words[n - 1][-1].isalpha()]
-    return " ".join(words[: rng.choice(inner)])
+    return " ".join(words[: rng.choice(inner or [MIN_WORDS])])
 
 
 def _message(part: str, topic: dict[str, str], intent: str, rng: random.Random) -> str:

@@ -4,9 +4,9 @@
 
 OUTPUT_DIR is the output of run_demo.sh: inputs/, step1/, step3/, reward_eval.log. Accuracy, scores, win rate
 and KL were measured by the steps on held-out rows; the rest is measured here by plain forward passes and
-plain `model.generate` in fp32, and by `text_measures.py`, which no step trains on. Prints one table and five
-held-out prompts with the replies of the three models, and writes OUTPUT_DIR/summary.json. The exit status is
-0 whether or not an aim is met.
+plain `model.generate` in fp32, and by `text_measures.py`, which no step trains on, but which chose the data
+of `sample_inputs.py`. Prints one table and five held-out prompts with the replies of the three models, and
+writes OUTPUT_DIR/summary.json and replies.md. The exit status is 0 whether or not an aim is met.
 """
 
 import argparse
@@ -42,8 +42,12 @@ from training_scripts.demo.text_measures import distinct_2, is_kind, is_on_topic
 
 SEED = 1234
 MAX_RESPONSE_TOKENS = 40  # as in step 3
-LIMITS = {"small": (480, 4), "smollm2": (1500, 10)}  # seconds, GiB, on two CPU cores
+LIMITS = {  # seconds, GiB, on two CPU cores; how far PPO's kind replies on topic exceed SFT's
+    "small": {"seconds": 480, "gib": 4, "target": 0.25},
+    "smollm2": {"seconds": 1500, "gib": 10, "target": 0.35},
+}
 NUM_SHOWN = 5
+NUM_LISTED = 40  # in replies.md
 SHOWN_WORDS = range(4, 13)  # per prompt, to fit on a line
 
 # Key of summary.json: description, decimals shown, the aim that `missed_aims` checks.
@@ -60,7 +64,11 @@ NUMBERS = {
     "score_after": ("reward model's score of held-out prompts, PPO model", 3, ""),
     "win_rate": ("PPO's replies scored above SFT's, held-out prompts", 3, "at least 0.6"),
     "target_sft": ("replies that are kind and on topic, SFT model", 3, ""),
-    "target_ppo": ("replies that are kind and on topic, PPO model", 3, "at least 0.25 above the SFT model's"),
+    "target_ppo": (
+        "replies that are kind and on topic, PPO model",
+        3,
+        "at least {target} above the SFT model's",
+    ),
     "fluency_human": ("log-probability of human replies, nats per token", 2, ""),
     "fluency_sft": ("log-probability of the SFT model's replies", 2, ""),
     "fluency_ppo": ("log-probability of the PPO model's replies", 2, "at least that of human ones"),
@@ -78,19 +86,19 @@ NUMBERS = {
 
 def missed_aims(s: Mapping[str, float], size: str = "small") -> list[str]:
     """Keys of the summary's numbers that miss their aim; NaN misses every aim."""
-    seconds, gib = LIMITS[size]
+    limits = LIMITS[size]
     is_met = {
         "sft_perplexity": s["sft_perplexity"] < s["unigram_perplexity"] / 8,
         "reward_accuracy": s["reward_accuracy"] >= 0.85,
         "win_rate": s["win_rate"] >= 0.6,
-        "target_ppo": s["target_ppo"] >= s["target_sft"] + 0.25,
+        "target_ppo": s["target_ppo"] >= s["target_sft"] + limits["target"],
         "fluency_ppo": s["fluency_ppo"] >= s["fluency_human"],
         "lint_free_ppo": s["lint_free_ppo"] >= 0.9,
         "kl": s["kl"] <= 10,
         "distinct2_ppo": s["distinct2_ppo"] >= 0.5 * s["distinct2_sft"],
         "words_ppo": s["words_ppo"] >= 0.6 * s["words_sft"],
-        "seconds": s["seconds"] <= seconds,
-        "peak_gib": s["peak_gib"] <= gib,
+        "seconds": s["seconds"] <= limits["seconds"],
+        "peak_gib": s["peak_gib"] <= limits["gib"],
     }
     return [key for key in is_met if not is_met[key]]
 
@@ -103,8 +111,7 @@ def format_summary(summary: Mapping[str, float], size: str = "small") -> list[st
     for key, (label, decimals, aim) in NUMBERS.items():
         row = f"{label:<{width}}  {summary[key]:>8.{decimals}f}"
         if aim:
-            limits = dict(zip(("seconds", "gib"), LIMITS[size], strict=True))
-            row += f"  {'missed' if key in missed else 'met':<6}  aim: {aim.format_map(limits)}"
+            row += f"  {'missed' if key in missed else 'met':<6}  aim: {aim.format_map(LIMITS[size])}"
         rows.append(row)
     return rows
 
@@ -150,9 +157,14 @@ def unigram_perplexity(
 
 
 def sample_replies(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], batch_size: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[list[int]],
+    batch_size: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
 ) -> list[str]:
-    """One reply per prompt, sampled at temperature 1 from the whole distribution."""
+    """One reply per prompt; by default sampled from the whole distribution, as in step 3."""
     torch.manual_seed(SEED)
     texts = []
     for first in range(0, len(prompts), batch_size):
@@ -161,9 +173,9 @@ def sample_replies(
         ids = model.generate(
             **inputs,
             do_sample=True,
-            temperature=1.0,
+            temperature=temperature,
             top_k=0,
-            top_p=1.0,
+            top_p=top_p,
             max_new_tokens=MAX_RESPONSE_TOKENS,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
@@ -222,9 +234,10 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, float], list[str]]:
     shown = sorted(range(len(asked)), key=is_odd.__getitem__)[:NUM_SHOWN]
 
     base, sft, ppo = (load_model(model) for model in (inputs / "base", *exports))
-    base_texts = sample_replies(base, tokenizer, [prompts[i] for i in shown], args.batch_size)
-    sft_texts = sample_replies(sft, tokenizer, prompts, args.batch_size)
-    ppo_texts = sample_replies(ppo, tokenizer, prompts, args.batch_size)
+    sampling = args.batch_size, args.temperature, args.top_p
+    base_texts = sample_replies(base, tokenizer, [prompts[i] for i in shown], *sampling)
+    sft_texts = sample_replies(sft, tokenizer, prompts, *sampling)
+    ppo_texts = sample_replies(ppo, tokenizer, prompts, *sampling)
     numbers = {
         "unigram_perplexity": unigram_perplexity(train_rows, eval_rows, len(tokenizer)),
         "sft_perplexity": model_perplexity(sft, eval_rows, args.batch_size),
@@ -245,7 +258,12 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, float], list[str]]:
         numbers[f"lint_free_{name}"] = lint_free(texts)
         numbers[f"distinct2_{name}"] = distinct_2(texts)
         numbers[f"words_{name}"] = fmean(len(text.split()) for text in texts)
+    cells = list(zip(messages, sft_texts, ppo_texts, strict=True))[:NUM_LISTED]
+    rows = [f"| {' | '.join(' '.join(cell.split()) for cell in row)} |\n" for row in cells]
+    table = "".join(["| held-out message | SFT | PPO |\n", "|---|---|---|\n", *rows])
+    (args.output_dir / "replies.md").write_text(table, encoding="utf-8")
     lines = [f"{len(prompts)} held-out prompts, one reply each of at most {MAX_RESPONSE_TOKENS} tokens"]
+    lines += [f"sampled at temperature {args.temperature}, top-p {args.top_p}"]
     lines += [f"log-probabilities by {judge}, of {args.num_judged} replies; kind: positive by VADER"]
     for number, i in enumerate(shown):
         replies = {"base": base_texts[number], "SFT": sft_texts[i], "PPO": ppo_texts[i]}
@@ -273,6 +291,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--data", choices=("composed", "human"), default="composed", help="data made by build_inputs.py")
     add("--num_judged", type=int, default=96, help="replies per kind whose fluency is measured")
     add("--num_scored", type=int, default=2000, help="maximum held-out replies for the perplexities")
+    add("--temperature", type=float, default=1.0, help="sampling temperature of the replies")
+    add(
+        "--top_p",
+        type=float,
+        default=1.0,
+        help="sample from the smallest set of this probability",
+    )
     add("--batch_size", type=int, default=64, help="sequences per forward pass")
     add("--started_at", type=float, default=time.time(), help="unix time at which the demo began")
     return parser.parse_args(argv)

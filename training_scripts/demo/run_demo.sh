@@ -77,7 +77,7 @@ echo "== 2. reward model: learn which of two replies is kinder"
   --output_dir "$OUTPUT_DIR/step2" \
   --overwrite_output_dir \
   "${REWARD_FLAGS[@]}" 2>&1 | tee -i "$OUTPUT_DIR/step2.log"
-python step2_reward/rw_eval.py \
+"${LAUNCH[@]}" step2_reward/rw_eval.py \
   --model_name_or_path "$OUTPUT_DIR/step2/export" \
   --data_path "$DATA/pairs/eval.jsonl" \
   --data_output_path "$OUTPUT_DIR/cache" \

@@ -1,4 +1,7 @@
-"""Measures of a reply that no step of the demo trains on: style, topic, grammar errors, fluency."""
+"""Measures of a reply: style, topic, grammar errors, fluency.
+
+No step of the demo trains on them; for SmolLM2 they also chose the replies of the training data.
+"""
 
 import functools
 import importlib.util
@@ -26,13 +29,17 @@ def is_kind(reply: str, analyzer: SentimentIntensityAnalyzer) -> bool:
     return analyzer.polarity_scores(reply)["compound"] >= POSITIVE
 
 
-def is_on_topic(messages: Sequence[str], replies: Sequence[str], by_minilm: bool) -> list[bool]:
+def is_on_topic(
+    messages: Sequence[str], replies: Sequence[str], by_minilm: bool, part: str = "eval"
+) -> list[bool]:
     """Whether each reply has words of the topic that a composed message is about.
 
-    `by_minilm`: instead, whether the nearest held-out topic by MiniLM's embeddings is that one, which needs
-    no matching words. The chance level is one in 12.
+    `by_minilm`: instead, whether the nearest topic of the split by MiniLM's embeddings is that one, which
+    needs no matching words. For eval, with its 12 held-out topics, the chance level is one in 12.
     """
-    of_replies = [{n} for n in _nearest_topics(replies)] if by_minilm else map(composed.topics_in, replies)
+    of_replies = map(composed.topics_in, replies)
+    if by_minilm:
+        of_replies = [{number} for number in _nearest_topics(replies, part)]
     return [
         bool(composed.topics_in(message) & topics)
         for message, topics in zip(messages, of_replies, strict=True)
@@ -58,10 +65,10 @@ def embed(texts: Sequence[str]) -> torch.Tensor:
     return torch.nn.functional.normalize(torch.cat(means), dim=-1)
 
 
-def _nearest_topics(replies: Sequence[str]) -> list[int]:
-    topics = composed.topics_of("eval", hold_out_topics=True)
+def _nearest_topics(replies: Sequence[str], part: str) -> list[int]:
+    topics = composed.topics_of(part, hold_out_topics=True)
     nearest = (embed(replies) @ embed([topic["doing"] for topic in topics]).T).argmax(1)
-    return (nearest + len(composed.load_topics()) - len(topics)).tolist()
+    return (nearest + composed.load_topics().index(topics[0])).tolist()
 
 
 def distinct_2(texts: Iterable[str]) -> float:
@@ -77,12 +84,17 @@ def distinct_2(texts: Iterable[str]) -> float:
     return len(pairs) / pairs.total() if pairs else 0.0
 
 
-def lint_free(texts: Sequence[str]) -> float:
-    """Share of texts in which Harper, a grammar checker, finds nothing; an empty text is not free."""
+def lint_free_each(texts: Sequence[str]) -> list[bool]:
+    """Whether Harper, a grammar checker, finds nothing in each text; an empty text is not free."""
     import harper
 
     linter = harper.Linter()
-    return fmean(bool(text) and not linter.lint(text) for text in texts)
+    return [bool(text) and not linter.lint(text) for text in texts]
+
+
+def lint_free(texts: Sequence[str]) -> float:
+    """Share of texts in which the grammar checker finds nothing."""
+    return fmean(lint_free_each(texts))
 
 
 def load_fluency(train_texts: Iterable[str]) -> tuple[str, Callable[[Sequence[str]], float]]:
@@ -94,8 +106,10 @@ def load_fluency(train_texts: Iterable[str]) -> tuple[str, Callable[[Sequence[st
     file = find_smollm2()
     if file:
         options = {"gguf_file": file.name}
-        model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **options)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, dtype=torch.float32, trust_remote_code=False, **options
+        )
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False, **options)
         return "SmolLM2-135M", functools.partial(mean_logprob, model.eval(), tokenizer)
     return "trigrams of the data", functools.partial(trigram_logprob, count_trigrams(train_texts))
 
