@@ -373,7 +373,9 @@ def test_the_real_command_line(tiny, tmp_path):
     command = [sys.executable, "step3_ppo/main.py", *as_flags(flags)]
     done = run(command, may_fail=True)
     assert done.returncode == BAD and done.stdout == "" and "Traceback" not in done.stderr
-    assert done.stderr.startswith("error: 2 problems, nothing was started:\n")
+    first, problems = done.stderr.split("\n", 1)
+    assert first == "[   0 s] loading torch, transformers and deepspeed"
+    assert problems.startswith("error: 2 problems, nothing was started:\n")
     assert f"--critic_model_name_or_path {tmp_path}/absent" in done.stderr
     assert "unknown flag --zero_stage; did you mean --" in done.stderr
     assert list(tmp_path.iterdir()) == []
