@@ -311,4 +311,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    running.run_program(main)
+    running.run_program(main, shows_progress=False)

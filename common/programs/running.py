@@ -1,5 +1,6 @@
 """Running a program: signals, failures, exit codes."""
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -25,20 +26,22 @@ def _exit_at_once(*_: Any) -> None:
     os._exit(130)
 
 
-def run_program(program: Callable[[], Any]) -> None:
-    """Run a program's main function.
+def run_program(program: Callable[[], Any], *, shows_progress: bool = True) -> None:
+    """Run a program's main function. A chat or a server does not show the progress of its passes.
 
     Ctrl-C, a skipped step, an out-of-memory error and another rank's failure end it with one line and no
     traceback.
     """
     harden_streams()
     quiet_libraries()
-    watchdog.print_progress_lines()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # unless a shell ignores it
         signal.signal(signal.SIGINT, _exit_at_once)
     code, cause = 0, None
     try:
-        with passes.BAR:
+        with contextlib.ExitStack() as stack:
+            if shows_progress:
+                watchdog.print_progress_lines()
+                stack.enter_context(passes.BAR)
             program()
     except Stopped as stopped:
         if distributed.is_main():

@@ -100,6 +100,26 @@ def test_on_a_terminal_a_bar_is_shown_until_the_end(tiny, tmp_path):
     assert second - first == 24 - 3 + 1, "the heading is on every screen"
 
 
+def test_a_chat_on_a_terminal_shows_the_conversation_and_no_bar(tiny):
+    own, theirs = pty.openpty()
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    command = [sys.executable, "chat.py", str(tiny.base), "--max_new_tokens", "20"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(TERM="xterm"), start_new_session=True, **streams
+    )
+    os.write(own, b"How are you?\n\n")  # the empty line leaves
+    os.close(theirs)
+    text = b""
+    with contextlib.suppress(OSError):  # the program has closed the terminal
+        while part := os.read(own, 65536):
+            text += part
+    assert process.wait(timeout=60) == 0, text
+    shown = text.decode()
+    assert "bot>" in shown and "\u2501" not in shown and "the start" not in shown and "left" not in shown, (
+        shown
+    )
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_evaluation_alone_ends_at_once(tiny, forks, ranks):
     """There is nothing to save, so it keeps the usual meaning of a signal."""
