@@ -78,7 +78,8 @@ class PassProgress:
     def show(self, done: int) -> None:
         """Show that so many items are done, unless the progress was shown a moment ago."""
         now = time.monotonic()
-        if done in (0, self.total) or now - self.shown < (BAR_SECONDS if BAR.live.is_started else LINE_SECONDS):
+        interval = BAR_SECONDS if BAR.live.is_started else LINE_SECONDS
+        if done in (0, self.total) or now - self.shown < interval:
             return
         self.shown = now
         left = format_seconds((now - self.started) * (self.total - done) / done)
