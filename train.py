@@ -27,9 +27,7 @@ from common.flags.args import Problems, flag, parse_args
 from common.flags.problems import has_hub_form
 from common.flags.streams import run_tool
 from common.runs.run_files import REPORT, STOPPED
-from step1_sft.arguments import SFTArguments
-from step2_reward.arguments import RewardArguments
-from step3_ppo.arguments import PPOArguments
+from tools import step_flags
 from training_scripts.launch_table import DEPLOYMENTS, STEPS, find_script, run_flags, script_flags
 
 ROOT = Path(__file__).resolve().parent
@@ -39,7 +37,7 @@ BAD_INPUT = 2
 SIZES = {s: f"facebook/opt-{s}" for s in ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")}
 RUN = "training_scripts/run.sh"  # for a model without its own script
 NAMES = {1: "sft", 2: "reward", 3: "ppo"}  # of the steps, in run.sh and our flags
-PARTS = {"sft": SFTArguments, "reward": RewardArguments, "ppo": PPOArguments}  # of a --config file
+PARTS = {NAMES[step]: flags for step, flags in step_flags.STEPS.items()}  # of a --config file
 
 
 @dataclass

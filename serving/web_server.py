@@ -24,7 +24,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 
 from common.flags.problems import Problems, shortened
-from common.ranks.failures import first_line
+from common.ranks.failures import first_line, say
 
 # The page may load its own files and call its own server; scripts in a text are not run.
 _POLICY = (
@@ -72,7 +72,7 @@ class _Server(uvicorn.Server):
         """End the process at once: a thread that computes a response cannot be cancelled, and would abort the
         interpreter's own exit. Judgements are on disk.
         """
-        os.write(2, f"stopped by {signal.Signals(number).name}\n".encode())
+        say(f"stopped by {signal.Signals(number).name}")
         os._exit(128 + number)
 
 

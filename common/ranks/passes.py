@@ -79,7 +79,7 @@ class PassProgress:
         """Show that so many items are done, unless the progress was shown a moment ago."""
         now = time.monotonic()
         interval = BAR_SECONDS if BAR.live.is_started else LINE_SECONDS
-        if done in (0, self.total) or now - self.shown < interval:
+        if not done or self.total == 1 or now - self.shown < interval:
             return
         self.shown = now
         left = format_seconds((now - self.started) * (self.total - done) / done)
