@@ -88,6 +88,7 @@ def ppo_flags(folders: dict[str, str]) -> dict[str, Any]:
 def measure(folders: dict[str, str]) -> dict[str, float]:
     """The bytes held and at the peak in this process, which must be a new one."""
     startup.quiet_libraries()
+    startup.keep_freed_memory()
     distributed.start()
     prompts = ppo_prompts(64, 1, MAX_PROMPT)
     before = reset_peak()

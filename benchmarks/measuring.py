@@ -51,6 +51,7 @@ def read_args(
     from common.programs import startup
 
     startup.quiet_libraries()
+    startup.keep_freed_memory()
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="tiny sizes, one round; TRL is optional")
     if num_runs:

@@ -35,10 +35,9 @@ from common.models.attention import backbone_of
 from common.models.four_bit import BYTES_PER_WEIGHT
 from common.models.loading import DTYPES, set_dropout
 from common.models.output_head import (
-    CPU_CHUNK_ELEMENTS,
     CPU_KEPT_ELEMENTS,
-    GPU_CHUNK_ELEMENTS,
     GPU_KEPT_ELEMENTS,
+    chunk_elements,
 )
 from common.models.saved_adapters import is_adapter
 from tools.planned_run import PlannedModel, Role, Run
@@ -356,7 +355,7 @@ def head_bytes(run: Run, role: Role, num_tokens: float, *, is_training: bool) ->
         num_scored = num_tokens * answer / (answer + (run.length - answer) / run.group_size)
     if model.is_value_model:
         return num_scored * model.hidden_size * 4 * (2 if is_training else 1)
-    chunk = CPU_CHUNK_ELEMENTS if run.is_cpu else GPU_CHUNK_ELEMENTS
+    chunk = chunk_elements(is_cpu=run.is_cpu, is_bf16=run.args.dtype == "bf16")
     logits = min(chunk, num_scored * head.shape[0])
     if not is_training:
         return logits * (b + (8 if run.actor else 4))  # step 3 also needs the entropy

@@ -224,6 +224,9 @@ def begin_script(cls: type, description: str) -> None:
     """
     if {"-h", "--help", "--help_all"} & set(sys.argv[1:]):
         parse_args(cls, description=description.splitlines()[0], problems=Problems())
+    # OpenMP reads it when torch is imported. Threads that spin while they wait take the cores from the ranks
+    # and programs beside them: with one of these per core a step takes up to ten times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     say_loading()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from common.flags.streams import harden_streams
-from common.programs.startup import quiet_libraries
+from common.programs.startup import keep_freed_memory, quiet_libraries
 from common.ranks import distributed, passes, watchdog
 from common.ranks.failures import StepSkipped, TooManyBadSteps, say
 from common.runs import run_files
@@ -34,6 +34,7 @@ def run_program(program: Callable[[], Any], *, shows_progress: bool = True) -> N
     """
     harden_streams()
     quiet_libraries()
+    keep_freed_memory()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # unless a shell ignores it
         signal.signal(signal.SIGINT, _exit_at_once)
     code, cause = 0, None

@@ -37,3 +37,12 @@ def test_what_is_loaded_is_said_first_and_by_one_rank(call, program):
     assert done.stderr.startswith("[   0 s] loading torch, transformers and deepspeed\nTraceback")
     assert "torch is imported" in done.stderr
     assert call(program, "x", RANK="1").stderr.startswith("Traceback")
+
+
+@pytest.mark.parametrize(("given", "seen"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "active")])
+def test_waiting_threads_leave_the_cores_to_others_unless_told(call, tmp_path, monkeypatch, given, seen):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    (tmp_path / "torch.py").write_text("import os; raise ImportError(os.environ['OMP_WAIT_POLICY'])\n")
+    for program in STEPS:
+        flags = ("--model_name_or_path", "m", "--data_path", "d")
+        assert call(program, *flags, **given).stderr.endswith(f"ImportError: {seen}\n")

@@ -246,8 +246,7 @@ def test_sampling_a_token_holds_what_is_planned(dtype):
 
 
 def test_the_head_holds_what_is_planned(tmp_path, monkeypatch):
-    for module in ("tools.memory_plan", "common.models.output_head"):
-        monkeypatch.setattr(f"{module}.CPU_CHUNK_ELEMENTS", 250 * 3000)
+    monkeypatch.setattr("common.models.output_head.CPU_CHUNK_ELEMENTS_BF16", 250 * 3000)
     config = transformers.LlamaConfig(
         vocab_size=3000, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
     )

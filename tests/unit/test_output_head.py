@@ -172,7 +172,7 @@ def test_kept_tokens_have_the_sampled_one_even_where_rounding_left_it_out(chunk)
 
 
 def test_bf16_gradients_of_the_weight_are_summed_in_fp32(monkeypatch):
-    monkeypatch.setattr(output_head, "CPU_CHUNK_ELEMENTS", V)
+    monkeypatch.setattr(output_head, "CPU_CHUNK_ELEMENTS_BF16", V)
     inputs = make(torch.bfloat16)
     exact = torch.autograd.grad(plain(*inputs, LogitOptions())[0].sum(), inputs[1])[0]
     found = head_of(inputs).logprobs(inputs[3])[0].sum()

@@ -8,7 +8,13 @@ from plain_logits import compute_logits
 from tiny_configs import CONFIGS, NOISY, PADDED_IN_5_23, VARIANTS, tiny_config
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
-from common.models.attention import VARLEN_ATTENTION, choose_attention, narrow_last_layer, takes_packed
+from common.models.attention import (
+    VARLEN_ATTENTION,
+    attend_packed,
+    choose_attention,
+    narrow_last_layer,
+    takes_packed,
+)
 from common.models.loading import set_dropout
 from common.models.model_inputs import build_model_inputs, common_lengths
 from common.models.output_head import OutputHead
@@ -169,3 +175,20 @@ def test_passes_of_padded_rows_and_single_ones_go_to_torch():
     found = compute_logits(model, ids, mask), compute_logits(model, ids[1:], mask[1:])
     torch.testing.assert_close(found[0][mask.bool()], expected[0][mask.bool()], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found[1], expected[1], atol=1e-5, rtol=1e-5)
+
+
+def test_in_bf16_scores_and_weights_of_attention_are_fp32():
+    """As in a GPU's kernels: only inputs, outputs and gradients are rounded to bf16."""
+    inputs = build_model_inputs(build_ids(), LENGTHS, is_packed=True, group_sizes=GROUPS)
+    packing, module = inputs.packing, torch.nn.Module()
+    torch.manual_seed(0)
+    total = int(packing.starts[-1])
+    rounded = [torch.randn(1, heads, total, 8).bfloat16().requires_grad_() for heads in (4, 2, 2)]
+    exact = [x.detach().float().requires_grad_() for x in rounded]
+    upstream = torch.randn(1, total, 4, 8).bfloat16()
+    found, expected = (attend_packed(module, *states, None, packing)[0] for states in (rounded, exact))
+    assert torch.equal(found, expected.bfloat16())
+    gradients = torch.autograd.grad(found, rounded, upstream)
+    slow = torch.autograd.grad(expected, exact, upstream.float())
+    for a, b in zip(gradients, slow, strict=True):
+        assert torch.equal(a, b.bfloat16())

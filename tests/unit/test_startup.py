@@ -5,6 +5,8 @@ import importlib.metadata
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -329,3 +331,20 @@ def test_untested_versions_of_libraries_are_rejected_with_the_cure(library, vers
 def test_versions_that_are_required_are_those_that_were_tested():
     lines = Path("requirements.txt").read_text()
     assert f"deepspeed{DEEPSPEED} " in lines and f"transformers{TRANSFORMERS} " in lines
+
+
+def test_freed_memory_is_kept():
+    """Pages that are touched again need no fault of the system; each tensor of 64 MiB has 16,384."""
+    code = (
+        "import resource, torch; from common.programs.startup import keep_freed_memory; {}\n"
+        "for _ in range(2): torch.ones(2**24)\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "for _ in range(4): torch.ones(2**24)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"
+    )
+    root = Path(__file__).resolve().parents[2]
+    faults = [
+        int(subprocess.check_output([sys.executable, "-c", code.format(call)], cwd=root))
+        for call in ("", "keep_freed_memory()")
+    ]
+    assert faults[1] < faults[0] / 4
