@@ -24,7 +24,7 @@ from benchmarks.evidence import runs
 from benchmarks.measuring import describe_machine
 from tools.report.charts import render_picture
 
-NAMES = ("mismatch", "stability", "rewards", "verifiable", "peers", "scale")
+NAMES = ("mismatch", "bf16_gap", "stability", "rewards", "verifiable", "peers", "scale")
 
 
 def main() -> None:

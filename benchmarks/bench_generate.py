@@ -45,7 +45,7 @@ from benchmarks.measuring import (
     timed,
 )
 from benchmarks.several_ranks import run_ranks
-from benchmarks.workload import size_of, sizes_here, small_llama_config
+from benchmarks.workload import size_of, sizes_of, small_llama_config
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator, PromptBatch
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
@@ -198,8 +198,7 @@ def compare(model: Any, work: Workload, num_runs: int, title: str, *, with_deeps
     flops = ModelFlops(model, model.lm_head).of_generation(*lengths, num_samples=1) / int(lengths[1].sum())
     for name, rate in rates.items():
         shares.add(name, flops * rate["median"])
-    _, dtype = sizes_here(is_quick=False)
-    return results | shares.facts(dtype)
+    return results | shares.facts(next(name for name, dtype in DTYPES.items() if dtype == model.dtype))
 
 
 def run_single(model: Any, work: Workload, num_runs: int, *, is_quick: bool) -> dict[str, Any]:
@@ -257,9 +256,10 @@ def run_zero3(model: Any, num_runs: int, *, is_quick: bool) -> dict[str, Any]:
 
 def main() -> None:
     """Run all sections."""
-    args = read_args(__doc__, 5)
+    args = read_args(__doc__, 5, has_models=True)
     torch.manual_seed(0)
-    shape, dtype = sizes_here(is_quick=args.quick)
+    dtype = args.dtype
+    shape = sizes_of(args.model, is_quick=args.quick)
     shape = shape or {"num_hidden_layers": 6}
     model = LlamaForCausalLM(small_llama_config(tie_word_embeddings=True, **shape)).eval()
     model.to(distributed.device(), DTYPES[dtype])

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
 """A whole PPO step, ours and TRL's: prompts, generation, the scores of four models, advantages, all updates.
 
-python benchmarks/bench_ppo_step.py --trl_python DIR/bin/python [--algorithm grpo] [--quick]
+python benchmarks/bench_ppo_step.py --trl_python DIR/bin/python [--algorithm grpo] [--model smollm2] [--quick]
 
 DIR is made by `bash benchmarks/make_peer_env.sh trl-1.12 DIR`: the last release with a PPOTrainer. Both sides
-load the same models (4 layers, hidden 256, vocabulary 8192, fp32; on a GPU SmolLM2-135M's shape in bf16;
-workload.py), take 16 prompts per step with the lengths of a chat data set, 256 tokens at most, sample
+load the same models (4 layers, hidden 256, vocabulary 8192, fp32; with --model smollm2, the default on a GPU,
+SmolLM2-135M's shape; workload.py), take 16 prompts per step with the lengths of a chat data set, 256 tokens at most, sample
 responses of up to 64 tokens with the lengths of real ones, take 4 optimizer steps each for actor and critic,
 and run one thread each, in turns. TRL does not clip gradients, and pads every response to 64.
 
@@ -39,7 +39,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.measuring import PeakShares, Peer, begin, print_rates, print_result, take_turns
-from benchmarks.workload import ppo_prompts, save_models, size_of, sizes_here
+from benchmarks.workload import ppo_prompts, save_models, size_of, sizes_of
 from common.data.collators import collate_prompts
 from common.data.global_batches import GlobalBatches, RowPlan
 from common.data.stage_datasets import StageData
@@ -112,12 +112,13 @@ def peer_turn(peer: Peer, tokens: list[float]) -> float:
 def main() -> None:
     """Compare."""
     peer_environments = {"ppo": "trl-1.12", "grpo": "trl-1.16"}
-    args = begin(__doc__, 10, algorithms=peer_environments)
+    args = begin(__doc__, 10, algorithms=peer_environments, has_models=True)
     is_grpo = args.algorithm == "grpo"
     num_samples = NUM_SAMPLES if is_grpo else 1
     other = "ours, prompts apart" if is_grpo else "ours, cut by rows"
     torch.set_num_threads(1)
-    sizes, dtype = sizes_here(is_quick=args.quick)
+    sizes = sizes_of(args.model, is_quick=args.quick)
+    dtype = args.dtype
     shares = PeakShares()
     tokens: dict[str, list[float]] = {name: [] for name in ("ours", other, "trl", "labels only")}  # per step
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:

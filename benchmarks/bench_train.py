@@ -1,13 +1,13 @@
 #!/usr/bin/env python
 """Training: tokens per second of SFT, reward modelling and DPO, padded and packed, compared with TRL.
 
-python benchmarks/bench_train.py --trl_python DIR/bin/python [--quick]
+python benchmarks/bench_train.py --trl_python DIR/bin/python [--model smollm2] [--dtype bf16] [--quick]
 
 DIR is made by `bash benchmarks/make_peer_env.sh trl-1.16 DIR`. Every way trains the same random Llama (4
-layers, hidden 256, vocabulary 8192, fp32; on a GPU SmolLM2-135M's shape in bf16) on the same rows with the
-lengths of a chat data set (workload.py), 16 rows per optimizer step, with AdamW, clipping and a loss on
-response tokens only; one turn is one pass over the rows, and all take turns in one run. Padding is not
-counted as tokens.
+layers, hidden 256, vocabulary 8192, fp32; with --model smollm2, the default on a GPU, SmolLM2-135M's shape;
+a fifth of the rows on a CPU) on the same rows with the lengths of a chat data set (workload.py), 16 rows per
+optimizer step, with AdamW, clipping and a loss on response tokens only; one turn is one pass over the rows,
+and all take turns in one run. Padding is not counted as tokens.
 
   sft     ours padded and packed; TRL's SFTTrainer padded (16 rows at once, and one by one with accumulation),
           padding_free, and packed (best fit decreasing)
@@ -139,7 +139,8 @@ def our_pass(section: str, rows: list[dict[str, Any]], folder: str, **options: A
 
 def run_section(section: str, args: argparse.Namespace, num_rows: int) -> dict[str, Any]:
     """The rates of a section, and ours over TRL's best, or over our padded way without TRL."""
-    sizes, dtype = workload.sizes_here(is_quick=args.quick)
+    sizes = workload.sizes_of(args.model, is_quick=args.quick)
+    dtype = args.dtype
     build_rows = workload.sft_rows if section == "sft" else workload.pair_rows
     rows = build_rows(num_rows, seed=1)
     num_tokens = sum(len(row[key]) for row in rows for key in COLUMNS[section])
@@ -151,7 +152,9 @@ def run_section(section: str, args: argparse.Namespace, num_rows: int) -> dict[s
         models = workload.save_models(folder, 0, **sizes)
         model = models["reward" if section == "reward" else "policy"]
         for name, is_packed in (("ours, padded", False), ("ours, packed", True)):
-            run = our_pass(section, rows, model, is_packed=is_packed, dtype=dtype)
+            vocabulary = sizes.get("vocab_size", workload.VOCABULARY)
+            options = {"is_packed": is_packed, "dtype": dtype, "num_tokens": vocabulary}
+            run = our_pass(section, rows, model, **options)
             ways[name] = lambda name=name, run=run: num_tokens / shares.timed(name, run)
         for name, way in TRL_WAYS[section].items() if args.trl_python else ():
             peer = Peer(args.trl_python, task=section, rows=str(rows_file), models=folder, dtype=dtype, **way)
@@ -175,11 +178,15 @@ def labels_only_ratios(sections: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 def main() -> None:
     """Run all sections."""
-    args = begin(__doc__, 5, peer_environment="trl-1.16")
-    num_rows = ROWS_PER_STEP if args.quick else 160
+    args = begin(__doc__, 5, peer_environment="trl-1.16", has_models=True)
+    num_rows = 160
+    if args.quick:
+        num_rows = ROWS_PER_STEP
+    elif args.model == "smollm2" and not torch.cuda.is_available():
+        num_rows = 2 * ROWS_PER_STEP
     sections = {section: run_section(section, args, num_rows) for section in TRL_WAYS}
     rates = sections["sft"]["rates"]
-    sizes, dtype = workload.sizes_here(is_quick=args.quick)
+    sizes = workload.sizes_of(args.model, is_quick=args.quick)
     ratios = {section: facts["ratio"] for section, facts in sections.items()} | labels_only_ratios(sections)
     print_result(
         "train",
@@ -187,7 +194,7 @@ def main() -> None:
         best(rates, "trl"),
         ratios=ratios if args.trl_python else None,
         runs=args.runs,
-        model=f"random Llama, {workload.size_of(dtype, **sizes)}",
+        model=f"random Llama, {workload.size_of(args.dtype, **sizes)}",
         sections=sections,
     )
 

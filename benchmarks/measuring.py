@@ -41,13 +41,16 @@ def read_args(
     *,
     peer_environment: str = "",
     algorithms: Mapping[str, str] | None = None,
+    has_models: bool = False,
 ) -> argparse.Namespace:
     """The flags of a benchmark: `quick`, `runs`, `trl_python`, and `algorithm` with `algorithms`, which
-    map each to its `peer_environment`; the first is the default.
+    map each to its `peer_environment`; the first is the default. With `has_models` also `model` and `dtype`
+    (of workload.py).
 
     `num_runs` is the baseline's number of rounds, 0 without rounds. With a `peer_environment` (of
     make_peer_env.sh) its interpreter is required, except with --quick. Exits if it cannot be executed.
     """
+    from benchmarks.workload import MODELS, default_model
     from common.programs import startup
 
     startup.quiet_libraries()
@@ -61,6 +64,10 @@ def read_args(
         parser.add_argument("--trl_python", default="", help="Python interpreter of TRL's environment")
     if algorithms:
         parser.add_argument("--algorithm", choices=list(algorithms), default=next(iter(algorithms)))
+    if has_models:
+        model, dtype = default_model()
+        parser.add_argument("--model", choices=list(MODELS), default=model, help="shape of the models")
+        parser.add_argument("--dtype", choices=("fp32", "bf16"), default=dtype)
     args = parser.parse_args()
     if algorithms:
         peer_environment = algorithms[args.algorithm]

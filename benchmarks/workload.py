@@ -50,9 +50,10 @@ EOS_PROBABILITY = 1 / 33  # with a limit of 64 tokens: mean 28, 14 % reach the l
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY |= {"num_key_value_heads": 4}  # --quick only shows that a benchmark runs
-# SmolLM2-135M's shape except its vocabulary: on a GPU the small model would measure only kernel launches.
+# SmolLM2-135M's shape, with an output head of its own.
 SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
-SMOLLM2 |= {"num_attention_heads": 9, "num_key_value_heads": 3}
+SMOLLM2 |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152}
+MODELS: dict[str, dict[str, int]] = {"small": {}, "smollm2": SMOLLM2}
 
 
 def small_llama_config(**changes: Any) -> LlamaConfig:
@@ -63,11 +64,16 @@ def small_llama_config(**changes: Any) -> LlamaConfig:
     return LlamaConfig(**(options | {"max_position_embeddings": 2048, "dtype": "float32"} | changes))
 
 
-def sizes_here(*, is_quick: bool) -> tuple[dict[str, int], str]:
-    """Changes to `small_llama_config` for this device, and the precision to train in."""
-    if torch.cuda.is_available():
-        return {} if is_quick else SMOLLM2, "bf16"
-    return TINY if is_quick else {}, "fp32"
+def default_model() -> tuple[str, str]:
+    """Key of `MODELS`, and the precision to train in, for this device: the small model would measure only
+    kernel launches on a GPU.
+    """
+    return ("smollm2", "bf16") if torch.cuda.is_available() else ("small", "fp32")
+
+
+def sizes_of(model: str, *, is_quick: bool) -> dict[str, int]:
+    """Changes to `small_llama_config` for a key of `MODELS`."""
+    return TINY if is_quick else MODELS[model]
 
 
 def size_of(dtype: str = "fp32", **changes: Any) -> str:
@@ -180,7 +186,7 @@ def save_models(folder: str | Path, seed: int, **changes: Any) -> dict[str, str]
         config = small_llama_config(num_labels=1, **changes)
         LlamaForSequenceClassification(config).save_pretrained(folders[name])
     for path in folders.values():
-        build_tokenizer().save_pretrained(path)
+        build_tokenizer(config.vocab_size).save_pretrained(path)
     return folders
 
 
