@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Generation: useful response tokens per second, transformers' generate against our decoder.
 
-python benchmarks/bench_generate.py [--quick]
+python benchmarks/bench_generate.py [--model smollm2] [--dtype bf16] [--quick]
 
 Sections; the ways of each take turns in one run:
   chat    64 prompts of 8-64 tokens, responses of 4-128 tokens like those of a chat model (mean about 33);
@@ -11,10 +11,10 @@ Sections; the ways of each take turns in one run:
   zero3   the chat prompts on two ranks of ZeRO 3: generate on sharded weights, generate on gathered ones
           (a plain module, no hooks), the hybrid engine with its switch
   single  the first prompt only: the weights' bytes per token times tokens/s, over copy bandwidth
-The model is a random Llama (6 layers, hidden 256, vocabulary 8192, fp32; on a GPU SmolLM2-135M's shape in
-bf16, and zero3 needs two GPUs). Response lengths are prescribed, as if EOS were at that position, because
-random weights do not produce meaningful EOS tokens. The last line is a JSON object; its `ratio` is our best
-over transformers' best on the chat lengths.
+The model is a random Llama (6 layers, hidden 256, vocabulary 8192, fp32; with --model smollm2, the default on
+a GPU, SmolLM2-135M's shape; zero3 needs two GPUs). Response lengths are prescribed, as if EOS were at that
+position, because random weights do not produce meaningful EOS tokens. The last line is a JSON object; its
+`ratio` is our best over transformers' best on the chat lengths.
 
 # B prompts, P prompt, R response
 """

@@ -5,9 +5,10 @@ python benchmarks/bench_ppo_step.py --trl_python DIR/bin/python [--algorithm grp
 
 DIR is made by `bash benchmarks/make_peer_env.sh trl-1.12 DIR`: the last release with a PPOTrainer. Both sides
 load the same models (4 layers, hidden 256, vocabulary 8192, fp32; with --model smollm2, the default on a GPU,
-SmolLM2-135M's shape; workload.py), take 16 prompts per step with the lengths of a chat data set, 256 tokens at most, sample
-responses of up to 64 tokens with the lengths of real ones, take 4 optimizer steps each for actor and critic,
-and run one thread each, in turns. TRL does not clip gradients, and pads every response to 64.
+SmolLM2-135M's shape; workload.py), take 16 prompts per step with the lengths of a chat data set, 256 tokens
+at most, sample responses of up to 64 tokens with the lengths of real ones, take 4 optimizer steps each for
+actor and critic, and run one thread each, in turns. TRL does not clip gradients, and pads every response to
+64.
 
   ours                 --enable_hybrid_engine --packed, as in the launch scripts
   ours, cut by rows    without --packed
