@@ -21,6 +21,7 @@ from common.ranks.passes import watched
 from step3_ppo.algorithms import divergence_beta
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.environments import KIND, NUM_TURNS, Conversation, scores_of
+from step3_ppo.loss_arguments import TRUSTED_GAP
 from step3_ppo.ppo_math import constant_groups
 from step3_ppo.rewards.scorer import PREFIX, PromptTexts, Scorer
 from step3_ppo.roles import Roles
@@ -30,7 +31,6 @@ SCORED = (
     *("rollout_logprobs", "old_logprobs", "ref_logprobs", "scores"),
     *("greedy_scores", "old_values", "next_values"),
 )
-MAX_LOGPROB_GAP = 1e-3  # nats per token; up to this mean difference the sampler is trusted
 
 
 class Rollout:
@@ -58,7 +58,8 @@ class Rollout:
         self.refilled_fraction = 0.0  # of the last batch's groups
         self.source = "recompute" if args.replay_sampling_support else args.old_logprobs
         self.recomputes = self.source in ("auto", "recompute")
-        self.max_gap = MAX_LOGPROB_GAP if self.source == "strict" else math.inf  # else skip the update
+        self.trusted_gap = args.trusted_logprob_gap or TRUSTED_GAP[distributed.dtype_name(args.dtype)]
+        self.max_gap = self.trusted_gap if self.source == "strict" else math.inf  # else skip the update
 
     def state_dict(self) -> dict[str, Any]:
         """State for a resumed run."""
@@ -72,18 +73,18 @@ class Rollout:
     def check_logprob_gap(self, gap: float) -> str | None:
         """Update `recomputes` from a step's mean gap between sampler and trainer; return a warning or None.
 
-        Under --old_logprobs auto, log-probabilities are recomputed until the gap is within MAX_LOGPROB_GAP
+        Under --old_logprobs auto, log-probabilities are recomputed until the gap is within the trusted one
         for a step; then the sampler is trusted until a step exceeds it. Log-probabilities of stale rollouts
         are always recomputed: the policy has changed since, so the first minibatch cannot measure the gap.
         """
         was_recomputed = self.recomputes
-        is_small = gap <= MAX_LOGPROB_GAP
+        is_small = gap <= self.trusted_gap
         if self.source == "auto":
             self.recomputes = self.args.rollout_staleness > 0 or not is_small
         if was_recomputed or is_small:
             return None
         cure = ": recomputed from here on" if self.recomputes else "; --old_logprobs recompute avoids it"
-        return f"sampler and trainer differ by {gap:.2g} nats per token, more than {MAX_LOGPROB_GAP}{cure}"
+        return f"sampler and trainer differ by {gap:.2g} nats per token, more than {self.trusted_gap}{cure}"
 
     def collect(self, prompts: GlobalBatches, version: int) -> PackedBatch:
         """This rank's rollout batch of a step; `version` is the number of steps that the policy has taken.

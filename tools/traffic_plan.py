@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from common.generation.generate import PREFILL_TOKENS
 from common.generation.resharding import group_by_layers
+from step3_ppo.loss_arguments import TRUSTED_GAP
 from tools.planned_run import Role, Run
 
 
@@ -75,11 +76,12 @@ def scoring_passes(run: Run) -> int:
 
 
 def is_recomputed(run: Run) -> bool:
-    """Whether the actor scores its own responses: with `auto`, if 16-bit weights make sampler and trainer
-    differ.
+    """Whether the actor scores its own responses in every step: with `auto`, if 16-bit weights make sampler
+    and trainer differ by more than --trusted_logprob_gap.
     """
-    source = run.args.old_logprobs
-    return source == "recompute" or (source == "auto" and run.args.dtype != "fp32")
+    args = run.args
+    rounds_apart = args.dtype != "fp32" and (args.trusted_logprob_gap or math.inf) < TRUSTED_GAP[args.dtype]
+    return args.old_logprobs == "recompute" or (args.old_logprobs == "auto" and rounds_apart)
 
 
 def plan_update(run: Run, role: Role, times: float) -> Phase:

@@ -43,6 +43,7 @@ FLAGS = {
     "actor_gradient_checkpointing": True,
     "critic_gradient_checkpointing": True,
     "release_inference_cache": True,
+    "old_logprobs": "recompute",
     "max_prompt_seq_len": PROMPT_TOKENS,
     "max_answer_seq_len": RESPONSE_TOKENS,
 }

@@ -171,6 +171,7 @@ ACTS: dict[int, dict[str, Any]] = {
         "value_norm": ["exp", ("ma", {"value_norm": "exp"})],
         "entropy_coef": 0.1,
         "old_logprobs": "recompute",
+        "trusted_logprob_gap": 1e-12,
         "replay_sampling_support": (True, {"top_k": 3}),
         "enable_hybrid_engine": False,
         "eval_fraction": 0.3,

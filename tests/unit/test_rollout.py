@@ -74,7 +74,7 @@ class FakeReward:
 
 def build(
     score_of=lambda x: x, *, rounds=0, source="rollout", staleness=0, texts=None, bias=0.0, caps=(64, 0),
-    on_error="refuse", replays=False, **how,
+    on_error="refuse", replays=False, dtype="", gap=None, **how,
 ):  # fmt: skip
     def values(batches):
         return [(batch.data["rollout_logprobs"] * 2, torch.zeros(len(batch))) for batch in batches]
@@ -91,6 +91,8 @@ def build(
         old_logprobs=source,
         rollout_staleness=staleness,
         replay_sampling_support=replays,
+        dtype=dtype,
+        trusted_logprob_gap=gap,
         max_tokens_per_micro_batch=caps[0],
         max_tokens_per_scoring_pass=caps[1],
     )
@@ -284,6 +286,14 @@ def test_the_sampling_mask_of_each_token_is_packed_beside_it():
     assert found.lengths["support_ids"].tolist() == [3, 3]
     assert found.select([1]).data["support_ids"].tolist() == [1, 2, 3]
     assert isinstance(found, PackedBatch) and found.ids == batch.ids
+
+
+def test_rounding_of_16_bits_is_trusted_and_a_flag_sets_the_gap():
+    in_bf16 = build(source="auto", dtype="bf16")
+    assert in_bf16.check_logprob_gap(0.04) is None and not in_bf16.recomputes
+    assert "more than 0.05" in in_bf16.check_logprob_gap(0.06) and in_bf16.recomputes
+    given = build(source="strict", dtype="bf16", gap=0.01)
+    assert given.max_gap == 0.01 and "more than 0.01" in given.check_logprob_gap(0.02)
 
 
 def test_the_sampler_is_trusted_as_long_as_it_agrees():

@@ -136,9 +136,11 @@ def test_states_that_wait_on_the_cpu_cross_the_link_twice():
 
 
 def test_a_step_has_its_phases_and_scores_the_actor_only_where_its_numbers_are_not_the_samplers():
-    phases = plan_rloo(HYBRID, *ZERO3)
-    assert list(phases) == ["switch", "generate", "score actor", "score reference", "train actor"]
-    assert "score actor" not in plan_rloo("--old_logprobs", "rollout")
+    recomputed = ["switch", "generate", "score actor", "score reference", "train actor"]
+    assert list(plan_rloo(HYBRID, *ZERO3, "--old_logprobs", "recompute")) == recomputed
+    assert list(plan_rloo(HYBRID, *ZERO3, "--trusted_logprob_gap", "0.001")) == recomputed
+    trusted = [phase for phase in recomputed if phase != "score actor"]
+    assert list(plan_rloo(HYBRID, *ZERO3)) == list(plan_rloo("--old_logprobs", "rollout", HYBRID)) == trusted
 
 
 def test_1024_ranks_can_be_planned():
