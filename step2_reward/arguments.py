@@ -97,8 +97,9 @@ class RewardEvalArguments(SourceArguments, PairArguments, TokenizerArguments):
     per_device_eval_batch_size: int = flag(16, "pairs per batch", may_change=True, low=1)
     dtype: str = flag(
         "",
-        "dtype of weights and activations; empty: bf16 on a GPU that supports it, else fp32",
-        choices=("fp32", "bf16", "fp16"),
+        "dtype of weights and activations; empty: bf16 on a GPU that supports it, else fp32; auto: on a CPU, "
+        "the faster of the two",
+        choices=("fp32", "bf16", "fp16", "auto"),
         is_usual=True,
     )
     plugins: list[str] = same_flag(RunArguments, "plugins")

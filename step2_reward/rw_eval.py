@@ -33,6 +33,7 @@ from common.models.value_model import has_saved_head
 from common.programs import conversation_form, model_checks, running, startup
 from common.programs.reward_scorer import load_frozen_value_model
 from common.ranks import distributed, watchdog
+from common.runs.resume import resolve_dtype
 from step2_reward.answer_scores import compute_pair_scores
 from step2_reward.pair_trainer import evaluate_pairs
 
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     template, notes = conversation_form.find_template("--model_name_or_path", name, args, tokenizer, problems)
     problems.exit_if_any()
     startup.print_notes(args, argv)
-    startup.print_note(*notes)
+    startup.print_note(*notes, *resolve_dtype(args))
     distributed.start()
     with startup.as_problem(problems):
         data = build_data(options, template)

@@ -73,8 +73,8 @@ class FakeReward:
 
 
 def build(
-    score_of=lambda x: x, *, rounds=0, source="rollout", staleness=0, texts=None, bias=0.0, caps=(64, 0),
-    on_error="refuse", replays=False, dtype="", gap=None, **how,
+    score_of=lambda x: x, *, rounds=0, source="rollout", texts=None, bias=0.0, caps=(64, 0),
+    on_error="refuse", needs_greedy=False, **flags,
 ):  # fmt: skip
     def values(batches):
         return [(batch.data["rollout_logprobs"] * 2, torch.zeros(len(batch))) for batch in batches]
@@ -89,16 +89,13 @@ def build(
         num_samples_per_prompt=2,
         dynamic_sampling_rounds=rounds,
         old_logprobs=source,
-        rollout_staleness=staleness,
-        replay_sampling_support=replays,
-        dtype=dtype,
-        trusted_logprob_gap=gap,
         max_tokens_per_micro_batch=caps[0],
         max_tokens_per_scoring_pass=caps[1],
+        **flags,
     )
     texts = {"function_f": texts} if texts else {}
     scores = Scorer(specs, texts, lambda ids: f"<{len(ids)}>", bias=bias, on_error=on_error)
-    return Rollout(args, roles, scores, **how)
+    return Rollout(args, roles, scores, needs_greedy=needs_greedy)
 
 
 class EndlessPrompts:
@@ -288,14 +285,6 @@ def test_the_sampling_mask_of_each_token_is_packed_beside_it():
     assert isinstance(found, PackedBatch) and found.ids == batch.ids
 
 
-def test_rounding_of_16_bits_is_trusted_and_a_flag_sets_the_gap():
-    in_bf16 = build(source="auto", dtype="bf16")
-    assert in_bf16.check_logprob_gap(0.04) is None and not in_bf16.recomputes
-    assert "more than 0.05" in in_bf16.check_logprob_gap(0.06) and in_bf16.recomputes
-    given = build(source="strict", dtype="bf16", gap=0.01)
-    assert given.max_gap == 0.01 and "more than 0.01" in given.check_logprob_gap(0.02)
-
-
 def test_the_sampler_is_trusted_as_long_as_it_agrees():
     auto = build(source="auto")
     assert auto.recomputes and auto.check_logprob_gap(1e-7) is None and not auto.recomputes
@@ -307,11 +296,13 @@ def test_the_sampler_is_trusted_as_long_as_it_agrees():
     assert not rollout.recomputes and rollout.max_gap == math.inf
     strict = build(source="strict")
     assert not strict.recomputes and strict.max_gap == 1e-3, "an update above it is refused"
+    gaps = [build(source="strict", dtype="bf16", trusted_logprob_gap=gap).max_gap for gap in (None, 0.01)]
+    assert gaps == [0.05, 0.01], "16 bits round apart"
     recompute = build(source="recompute")
     assert recompute.recomputes and recompute.check_logprob_gap(1e-9) is None and recompute.recomputes
-    replayed = build(source="auto", replays=True)  # the sampler's are of other probabilities
+    replayed = build(source="auto", replay_sampling_support=True)  # the sampler's are of other probabilities
     assert replayed.recomputes and replayed.check_logprob_gap(1e-9) is None and replayed.recomputes
-    stale = build(source="auto", staleness=1)
+    stale = build(source="auto", rollout_staleness=1)
     assert stale.check_logprob_gap(1e-9) is None and stale.recomputes
 
 

@@ -224,6 +224,7 @@ def _patterns() -> list[re.Pattern[str]]:
     ]
 
 
-def topics_in(text: str) -> set[int]:
+@functools.cache
+def topics_in(text: str) -> frozenset[int]:
     """Numbers of the topics that a text is about: those with words in it."""
-    return {number for number, pattern in enumerate(_patterns()) if pattern.search(text)}
+    return frozenset(number for number, pattern in enumerate(_patterns()) if pattern.search(text))

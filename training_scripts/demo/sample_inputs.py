@@ -36,7 +36,8 @@ from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator, PromptBatch
 from common.generation.inference_module import share_weights
 from common.models.loading import ModelOptions, load_causal_lm
-from common.programs.startup import quiet_libraries
+from common.models.model_flops import faster_dtype
+from common.programs.startup import keep_freed_memory, quiet_libraries
 from common.ranks import distributed
 from training_scripts.demo import composed
 from training_scripts.demo.build_inputs import Turn, write_jsonl
@@ -74,7 +75,8 @@ def sample(base: Path, asked: Iterable[tuple[list[str], int]], seed: int) -> Ite
     device = distributed.device()
     tokenizer = load_tokenizer(str(base))
     num_ids = num_token_ids(tokenizer)
-    options = ModelOptions(str(base), dtype="fp32", dropout=0.0, trust_remote_code=False)
+    dtype = distributed.dtype_name() if distributed.has_gpu() else faster_dtype()[0]
+    options = ModelOptions(str(base), dtype=dtype, dropout=0.0, trust_remote_code=False)
     generator = Generator(share_weights(load_causal_lm(options, num_ids).to(device).eval()))
     sampling = SamplingOptions(
         MAX_RESPONSE_TOKENS,
@@ -202,4 +204,5 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     quiet_libraries()
+    keep_freed_memory()
     write_inputs(parse_args())

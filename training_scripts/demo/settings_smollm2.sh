@@ -45,6 +45,7 @@ REWARD_FLAGS=(
   --max_train_steps "$(steps 40 2)"
 )
 REWARD_EVAL_FLAGS=(
+  --dtype auto
   --template chat
   --max_seq_len 96
   --per_device_eval_batch_size 16
