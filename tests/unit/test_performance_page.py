@@ -163,7 +163,7 @@ def told_scores(scores: list[float], decimals: int = 2) -> str:
     return f"{statistics.fmean(scores):.{decimals}f} ({min(scores):.2f} to {max(scores):.2f})"
 
 
-@pytest.mark.parametrize("section", ["stability", "mismatch"])
+@pytest.mark.parametrize("section", ["stability", "mismatch", "bf16_gap"])
 def test_what_each_case_ends_with_is_told(section):
     found = EVIDENCE[section]
     for name, case in found["cases"].items():
