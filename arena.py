@@ -14,24 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.flags.access_token import server_token
-from common.flags.args import REQUIRED, Problems, flag, parse_args, say_loading
-
-if __name__ == "__main__":
-    say_loading()
-
-from common.programs import running, startup
-from serving.answering import (
-    Sampling,
-    SamplingArguments,
-    load_answerer,
-    load_template,
-    read_prompts,
-)
-from serving.arena_app import BlindPairs, create_app
-from serving.judgement_store import JudgementStore, export_pairs
-from serving.web_server import address_of, bind, is_loopback, run_server
+from common.flags.args import REQUIRED, Problems, begin_tool, flag, parse_args, say_loading
+from serving.arguments import SamplingArguments
 
 DATABASE = "output/arena.sqlite3"
+EXPORT_TEXT = "Writes judged pairs as rows of prompt, chosen and rejected."
 
 
 @dataclass
@@ -62,11 +49,29 @@ class ExportArguments:
     )
 
 
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["export"]:
+        begin_tool(ExportArguments, EXPORT_TEXT, argv=sys.argv[2:], leading="output")
+    else:
+        begin_tool(ArenaArguments, __doc__, leading="models")
+    say_loading()
+
+from common.programs import running, startup
+from serving.answering import (
+    Sampling,
+    load_answerer,
+    load_template,
+    read_prompts,
+)
+from serving.arena_app import BlindPairs, create_app
+from serving.judgement_store import JudgementStore, export_pairs
+from serving.web_server import address_of, bind, is_loopback, run_server
+
+
 def export(argv: list[str]) -> None:
     """Write the decided pairs of a database for step 2."""
     problems = Problems()
-    description = "Writes judged pairs as rows of prompt, chosen and rejected."
-    args = parse_args(ExportArguments, argv, description=description, problems=problems, leading="output")
+    args = parse_args(ExportArguments, argv, description=EXPORT_TEXT, problems=problems, leading="output")
     target = Path(args.output or "")
     if args.output and target.exists() and not args.overwrite:
         problems.add(f"{target} exists already; give another name, or --overwrite")

@@ -25,9 +25,24 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from common.flags.args import REQUIRED, Problems, flag, parse_args, say_loading
+from common.flags.args import REQUIRED, Problems, begin_tool, flag, parse_args, say_loading
+from serving.arguments import SamplingArguments
+
+
+@dataclass
+class ChatArguments(SamplingArguments):
+    """A conversation."""
+
+    path: str = flag(REQUIRED, "the model: an export/ or adapter/ folder, or a hub name")
+    compare: str = flag("", "second model, whose answers are shown beside the first's")
+    reward: str = flag("", "reward model (export/ of step 2) that scores each answer")
+    system: str = flag("", "system message of every conversation")
+    max_new_tokens: int = flag(128, "maximum tokens of an answer", low=1)
+    seed: int = flag(1234, "seed of the sampling", low=-(2**32), high=2**32)
+
 
 if __name__ == "__main__":
+    begin_tool(ChatArguments, __doc__, leading="path")
     say_loading()
 
 from common.data.example import Message
@@ -39,7 +54,6 @@ from common.runs.durable_files import json_line, write_file
 from serving.answering import (
     Answerer,
     Sampling,
-    SamplingArguments,
     load_answerer,
     load_template,
 )
@@ -55,18 +69,6 @@ HELP = """\
 //...              send a message that begins with a /
 Ctrl-C stops the answer being generated; otherwise it leaves."""
 QUIT_COMMANDS = ("/quit", "/exit")
-
-
-@dataclass
-class ChatArguments(SamplingArguments):
-    """A conversation."""
-
-    path: str = flag(REQUIRED, "the model: an export/ or adapter/ folder, or a hub name")
-    compare: str = flag("", "second model, whose answers are shown beside the first's")
-    reward: str = flag("", "reward model (export/ of step 2) that scores each answer")
-    system: str = flag("", "system message of every conversation")
-    max_new_tokens: int = flag(128, "maximum tokens of an answer", low=1)
-    seed: int = flag(1234, "seed of the sampling", low=-(2**32), high=2**32)
 
 
 # ---- display

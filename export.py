@@ -17,9 +17,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.flags.args import REQUIRED, Problems, flag, parse_args, say_loading
+from common.flags.args import REQUIRED, Problems, begin_tool, flag, parse_args, say_loading
+
+
+@dataclass
+class CheckpointExportArguments:
+    """Which checkpoint, which of its models, and the output folder."""
+
+    checkpoint: str = flag(
+        REQUIRED,
+        "checkpoint, or a run's folder for its newest checkpoint; may be given first, without --checkpoint",
+    )
+    output: str = flag(REQUIRED, "folder to write the export to; must not exist")
+    what: str = flag(
+        "model",
+        "export the model (LoRA merged), only its adapter, or from step 3 the EMA model or the critic",
+        choices=("model", "adapter", "ema", "critic"),
+    )
+    layout: str = flag(
+        "transformers",
+        "form of the files; deepspeed_chat: its programs load them",
+        choices=("transformers", "deepspeed_chat"),
+    )
+    license: str = flag("", "licence in the model card, such as apache-2.0")
+    push_to_hub: str = flag(
+        "", "also upload the export to this new repository of the Hugging Face hub: OWNER/NAME"
+    )
+    private: bool = flag(False, "the repository is private", only_with="push_to_hub")
+
 
 if __name__ == "__main__":
+    begin_tool(CheckpointExportArguments, __doc__, leading="checkpoint")
     say_loading()
 
 import torch
@@ -56,30 +84,6 @@ FLAGS = {
 }
 ITS_TEMPLATE = "one_line"  # of DeepSpeed-Chat
 LAYOUTS = {"transformers": None, "deepspeed_chat": write_weights}
-
-
-@dataclass
-class CheckpointExportArguments:
-    """Which checkpoint, which of its models, and the output folder."""
-
-    checkpoint: str = flag(
-        REQUIRED,
-        "checkpoint, or a run's folder for its newest checkpoint; may be given first, without --checkpoint",
-    )
-    output: str = flag(REQUIRED, "folder to write the export to; must not exist")
-    what: str = flag(
-        "model",
-        "export the model (LoRA merged), only its adapter, or from step 3 the EMA model or the critic",
-        choices=("model", "adapter", "ema", "critic"),
-    )
-    layout: str = flag(
-        "transformers", "form of the files; deepspeed_chat: its programs load them", choices=tuple(LAYOUTS)
-    )
-    license: str = flag("", "licence in the model card, such as apache-2.0")
-    push_to_hub: str = flag(
-        "", "also upload the export to this new repository of the Hugging Face hub: OWNER/NAME"
-    )
-    private: bool = flag(False, "the repository is private", only_with="push_to_hub")
 
 
 def read_flags(checkpoint: Checkpoint) -> Any:

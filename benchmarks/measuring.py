@@ -169,8 +169,8 @@ def plan_run(flags: Mapping[str, Any], models: Any = None) -> Any:
     earlier, if any.
     """
     from common.flags.args import Problems
-    from tools.planned_run import PlanArguments, build_run, read_run
-    from tools.step_flags import parse_step_args
+    from tools.planned_run import build_run, read_run
+    from tools.step_flags import PlanArguments, parse_step_args
 
     argv = []
     for name, value in flags.items():

@@ -15,23 +15,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from common.data.chat_template import TEMPLATE_NAMES, build_template
+from common.data.chat_template import build_template
 from common.data.dialogue import Segment, Template
 from common.data.example import BadRow, Message, Turn
 from common.data.registry import load_source
 from common.data.tokenizer import num_token_ids
-from common.flags.args import Problems, flag
-from common.flags.groups import DecodeArguments, TokenizerArguments
+from common.flags.args import Problems
 from common.generation.decode import SamplingOptions
 from common.generation.decode_probe import why_not_generated
 from common.generation.generate import Generator, PromptBatch
 from common.generation.inference_module import share_weights
-from common.models.loading import DTYPES, ModelOptions, compute_hidden, length_limit, load_causal_lm
+from common.models.loading import ModelOptions, compute_hidden, length_limit, load_causal_lm
 from common.models.lora import trained_weights
 from common.models.model_inputs import build_model_inputs
 from common.models.output_head import read_logit_transform
@@ -39,6 +37,7 @@ from common.models.saved_adapters import ADAPTER_WEIGHTS, base_of, read_adapter_
 from common.programs import conversation_form, model_checks, startup
 from common.ranks import distributed
 from common.ranks.failures import first_line
+from serving.arguments import AnsweringArguments
 from serving.text_stream import Answer, TextStream
 
 _MIN_PROMPT_TOKENS = 8  # reserved for the prompt, whatever the response limit
@@ -47,30 +46,6 @@ _MAX_CHARACTERS = 32  # maximum mean per token; a longer text is rejected before
 _SAMPLE_ID_BITS = 48
 _POSITIONS_AT_A_TIME = 128  # whose logits are in memory at once
 _device_lock = threading.Lock()  # the device computes for one request at a time, over all models
-
-
-@dataclass
-class AnsweringArguments(TokenizerArguments, DecodeArguments):
-    """Template and precision of a model that responds."""
-
-    template: str = flag(
-        "", "conversation template; empty: that of the model's training", choices=TEMPLATE_NAMES
-    )
-    dtype: str = flag(
-        "",
-        "weights and activations; empty: bf16 on a GPU that supports it, else fp32; auto: on a CPU, "
-        "the faster of the two",
-        choices=(*DTYPES, "auto"),
-    )
-
-
-@dataclass
-class SamplingArguments(AnsweringArguments):
-    """Sampling flags."""
-
-    temperature: float = flag(0.7, "sampling temperature; 0: greedy", low=0)
-    top_k: int = flag(0, "sample from the k likeliest tokens only; 0: all", low=0)
-    top_p: float = flag(0.95, "sample from the smallest set of tokens with this probability", above=0, high=1)
 
 
 @dataclass(frozen=True)
@@ -361,6 +336,8 @@ def merge_adapter(model: PreTrainedModel, path: str) -> PreTrainedModel:
 
     Raises ValueError if `path` is not a LoRA adapter, or not one of this model.
     """
+    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict  # a second, for adapters only
+
     config = read_adapter_config(path)
     try:
         adapted = get_peft_model(model, LoraConfig(**config), autocast_adapter_dtype=False)

@@ -16,11 +16,8 @@ from pathlib import Path
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from common.data.example import Message
-from common.flags.args import REQUIRED, Problems, flag, parse_args
-from common.flags.plugins import import_plugins
-from common.programs import running, startup
-from serving.answering import AnsweringArguments, Sampling, load_answerer, load_template, read_prompts
+from common.flags.args import REQUIRED, Problems, begin_tool, flag, parse_args
+from serving.arguments import AnsweringArguments
 
 QUESTIONS = {
     "English": (
@@ -58,6 +55,15 @@ class PromptEvalArguments(AnsweringArguments):
     num_return_sequences: int = flag(1, "responses per prompt; 1: greedy, more: sampled", low=1)
     top_k: int = flag(4, "sample from the k likeliest tokens only; 0: all", low=0)
     seed: int = flag(1234, "seed of the sampling", low=-(2**32), high=2**32)
+
+
+if __name__ == "__main__":
+    begin_tool(PromptEvalArguments, __doc__)
+
+from common.data.example import Message
+from common.flags.plugins import import_plugins
+from common.programs import running, startup
+from serving.answering import Sampling, load_answerer, load_template, read_prompts
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -19,20 +19,8 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository root, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-
-from common.data.dialogue import Template
-from common.flags.access_token import server_token
-from common.flags.args import REQUIRED, Problems, flag, parse_args
+from common.flags.args import REQUIRED, Problems, begin_tool, flag, parse_args
 from common.flags.groups import TokenizerArguments
-from common.models.loading import DTYPES
-from common.models.value_model import has_saved_head
-from common.programs import conversation_form, model_checks, running, startup
-from common.programs.conversation_form import closing_of
-from common.programs.reward_scorer import RewardScorer, load_frozen_value_model
-from common.runs.export import read_metadata
-from serving.web_server import Guard, RejectedRequest, address_of, bind, build_app, is_loopback, run_server
-
-ACCURACY = ("accuracy", "accuracy_low", "accuracy_high", "pairs")  # on held-out pairs, from triptych.json
 
 
 @dataclass
@@ -55,8 +43,25 @@ class ServeArguments(TokenizerArguments):
         low=0,
     )
     dtype: str = flag(
-        "", "weights and activations; empty: bf16 on a GPU that supports it, else fp32", choices=tuple(DTYPES)
+        "",
+        "weights and activations; empty: bf16 on a GPU that supports it, else fp32",
+        choices=("fp32", "bf16", "fp16"),
     )
+
+
+if __name__ == "__main__":
+    begin_tool(ServeArguments, __doc__)
+
+from common.data.dialogue import Template
+from common.flags.access_token import server_token
+from common.models.value_model import has_saved_head
+from common.programs import conversation_form, model_checks, running, startup
+from common.programs.conversation_form import closing_of
+from common.programs.reward_scorer import RewardScorer, load_frozen_value_model
+from common.runs.export import read_metadata
+from serving.web_server import Guard, RejectedRequest, address_of, bind, build_app, is_loopback, run_server
+
+ACCURACY = ("accuracy", "accuracy_low", "accuracy_high", "pairs")  # on held-out pairs, from triptych.json
 
 
 @dataclass

@@ -13,6 +13,20 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
+from common.flags.args import Problems, begin_tool, flag
+from tools.step_flags import STEP_NAMES, StageArguments, parse_step_args
+
+
+@dataclass
+class CheckDataArguments(StageArguments):
+    """Display of the rows."""
+
+    num_samples: int = flag(3, "rows shown of each data set", low=0)
+
+
+if __name__ == "__main__":
+    begin_tool(CheckDataArguments, __doc__, parse_step_args)
+
 import numpy as np
 import transformers
 from rich.text import Text
@@ -21,11 +35,9 @@ from common.data.data_options import DataOptions, check_sources
 from common.data.dialogue import Template
 from common.data.stage_datasets import StageData, build_data
 from common.data.token_cache import TokenTable
-from common.flags.args import Problems, flag
 from common.flags.plugins import import_plugins
 from common.flags.streams import run_tool
 from common.programs import conversation_form, model_checks, startup
-from tools.step_flags import STEP_NAMES, StageArguments, parse_step_args
 from tools.terminal import CONSOLE, visible
 
 CONTEXT = "bright_black"
@@ -42,13 +54,6 @@ LEGENDS: dict[str, list[Span]] = {
 MAX_MEASURED = 50_000  # rows whose masks are read, in a second or two
 MAX_SHOWN = 1600  # characters of a span; longer ones lose their middle
 NUM_BINS, BAR_WIDTH = 8, 40
-
-
-@dataclass
-class CheckDataArguments(StageArguments):
-    """Display of the rows."""
-
-    num_samples: int = flag(3, "rows shown of each data set", low=0)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

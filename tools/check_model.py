@@ -20,6 +20,28 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
+from common.flags.args import REQUIRED, Problems, begin_tool, flag, parse_args
+from common.flags.groups import TokenizerArguments
+
+MAX_DEFAULT_SIZE = 4  # largest tensor-parallel size by default
+
+
+@dataclass
+class CheckModelArguments(TokenizerArguments):
+    """The model and the scope of the checks."""
+
+    path: str = flag(REQUIRED, "the model: a folder or a hub name; may come first, without --path")
+    dtype: str = flag("fp32", "weights and activations; fp32 shows errors best", choices=("fp32", "bf16"))
+    tp_sizes: list[int] = flag(
+        [], f"tensor-parallel sizes; empty: all valid ones up to {MAX_DEFAULT_SIZE}, 1: none", low=1
+    )
+    max_new_tokens: int = flag(16, "maximum tokens of a continuation", low=1)
+    plugins: list[str] = flag([], "Python modules to import first, such as your tensor-parallel plan")
+
+
+if __name__ == "__main__":
+    begin_tool(CheckModelArguments, __doc__, leading="path")
+
 import torch
 import torch.distributed as dist
 from rich.text import Text
@@ -27,8 +49,6 @@ from torch import multiprocessing, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from common.data.tokenizer import adds_bos, num_token_ids
-from common.flags.args import REQUIRED, Problems, flag, parse_args
-from common.flags.groups import TokenizerArguments
 from common.flags.plugins import import_plugins
 from common.flags.streams import run_tool
 from common.generation.decode import SamplingOptions
@@ -50,24 +70,10 @@ LENGTHS = (5, 23, 2, 41)  # tokens of each row that is scored and continued
 # Tolerance relative to the largest number: well above rounding, well below the effect of a wrong formula.
 RELATIVE = {torch.float32: 3e-5, torch.bfloat16: 4e-2}
 TIE = 1e-3  # the order of additions may swap logits closer than this
-MAX_DEFAULT_SIZE = 4  # largest tensor-parallel size by default
 LIMIT = timedelta(minutes=20)  # longest wait for another rank
 _STATES = {True: ("ok", "bold green"), False: ("FAIL", "bold red"), None: ("note", "yellow")}
 
 Rows = list[list[int]]
-
-
-@dataclass
-class CheckModelArguments(TokenizerArguments):
-    """The model and the scope of the checks."""
-
-    path: str = flag(REQUIRED, "the model: a folder or a hub name; may come first, without --path")
-    dtype: str = flag("fp32", "weights and activations; fp32 shows errors best", choices=("fp32", "bf16"))
-    tp_sizes: list[int] = flag(
-        [], f"tensor-parallel sizes; empty: all valid ones up to {MAX_DEFAULT_SIZE}, 1: none", low=1
-    )
-    max_new_tokens: int = flag(16, "maximum tokens of a continuation", low=1)
-    plugins: list[str] = flag([], "Python modules to import first, such as your tensor-parallel plan")
 
 
 class Finding(NamedTuple):

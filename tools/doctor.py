@@ -4,6 +4,7 @@ A line is ok, a note, or a problem with its cure; the exit code is 1 if there is
 torch, transformers and deepspeed, and then says what to install.
 """
 
+import argparse
 import importlib
 import importlib.metadata
 import importlib.util
@@ -101,4 +102,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # Not by our own parser, which needs a package.
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
     run_tool(main)

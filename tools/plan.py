@@ -9,23 +9,31 @@ does not fit. run.sh, train.py and the steps' programs call it with --gpu here b
 exit code is 2 if the run does not fit, and 0 after a one-line note if it cannot be planned.
 """
 
+import gc
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
+from common.flags.args import Problems, begin_tool
+from tools.step_flags import STEP_NAMES, THIS_MACHINE, PlanArguments, parse_step_args
+
+if __name__ == "__main__":
+    if THIS_MACHINE in sys.argv:  # the step that is planned reports invalid flags better
+        gc.disable()
+    else:
+        begin_tool(PlanArguments, __doc__, parse_step_args)
+
 import torch
 
-from common.flags.args import Problems
 from common.flags.streams import run_tool
 from common.generation.tp_plans import working_tp_sizes
 from common.programs import startup
 from common.ranks import distributed
 from common.ranks.failures import first_line
 from tools.memory_plan import TRAINING, Holdings, MemoryPlan
-from tools.planned_run import THIS_MACHINE, PlanArguments, Run, build_run, read_models, read_run
-from tools.step_flags import STEP_NAMES, parse_step_args
+from tools.planned_run import Run, build_run, read_models, read_run
 from tools.traffic_plan import is_recomputed, plan_traffic
 
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from common.engine.ds_config import with_buckets
 from common.engine.muon import is_hidden_matrix
-from common.flags.args import Problems, flag
+from common.flags.args import Problems
 from common.flags.optimizer import check_optimizer
 from common.flags.plugins import import_plugins
 from common.generation.generate import DEFAULT_SLOTS
@@ -26,9 +26,9 @@ from common.models.attention import backbone_of, takes_own_kernels
 from common.models.four_bit import incompatible_flags
 from common.models.loading import DTYPES, plain_model
 from common.models.lora import LoraOptions, build_lora, linear_module_names, trained_weights
-from common.models.model_flops import DEVICES
 from common.models.saved_adapters import base_of
 from common.programs import model_checks, startup
+from common.ranks.devices import DEVICES
 from step3_ppo.algorithms import find_algorithm
 from step3_ppo.build_roles import (
     BaseKey,
@@ -41,7 +41,6 @@ from step3_ppo.build_roles import (
 )
 from step3_ppo.checks import check_flags
 from step3_ppo.rewards.reward_specs import RewardSpec, parse_rewards
-from tools.step_flags import StageArguments
 
 SHAPES = Path(__file__).resolve().parents[1] / "training_scripts/model_shapes.json"  # by hub name
 
@@ -149,23 +148,7 @@ def plan_switch(
 
 Models = dict[str, PlannedModel]  # by role, without adapters
 
-THIS_MACHINE = "here"
 WITHOUT_BF16 = ("cpu", "t4-16g")  # devices whose default precision is fp32
-
-
-@dataclass
-class PlanArguments(StageArguments):
-    """Machines."""
-
-    gpu: str = flag(
-        "h100-80g",
-        "device type; here: this machine's, and a run that cannot be planned starts anyway",
-        choices=(*DEVICES, THIS_MACHINE),
-    )
-    num_gpus: int = flag(1, "GPUs, or CPU processes, per machine", low=1)
-    num_nodes: int = flag(1, "machines", low=1)
-    gpu_memory_gib: float = flag(0.0, "memory of a GPU; 0: that of --gpu", low=0)
-    cpu_memory_gib: float = flag(0.0, "CPU memory of a machine; 0: not known, so not checked", low=0)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A tool's own flags combined with those of the step in --stage."""
+"""A tool's own flags combined with those of the step in --stage. Does not import torch."""
 
 import argparse
 import dataclasses
@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.flags.args import REQUIRED, Problems, flag, parse_args
+from common.ranks.devices import DEVICES
 from step1_sft.arguments import SFTArguments
 from step2_reward.arguments import RewardArguments
 from step3_ppo.arguments import PPOArguments
 
 STEPS: dict[int, type] = {1: SFTArguments, 2: RewardArguments, 3: PPOArguments}
+THIS_MACHINE = "here"
+LEAVING = ("-h", "--help", "--help_all", "--version")
 STEP_NAMES = {1: "step 1, SFT", 2: "step 2, reward model", 3: "step 3, PPO"}
 
 
@@ -23,6 +26,21 @@ class StageArguments:
     stage: int = flag(
         REQUIRED, "the step: 1 SFT, 2 reward model, 3 PPO; all of its flags are taken too", choices=(1, 2, 3)
     )
+
+
+@dataclass
+class PlanArguments(StageArguments):
+    """Machines."""
+
+    gpu: str = flag(
+        "h100-80g",
+        "device type; here: this machine's, and a run that cannot be planned starts anyway",
+        choices=(*DEVICES, THIS_MACHINE),
+    )
+    num_gpus: int = flag(1, "GPUs, or CPU processes, per machine", low=1)
+    num_nodes: int = flag(1, "machines", low=1)
+    gpu_memory_gib: float = flag(0.0, "memory of a GPU; 0: that of --gpu", low=0)
+    cpu_memory_gib: float = flag(0.0, "CPU memory of a machine; 0: not known, so not checked", low=0)
 
 
 def with_step_flags(cls: type, stage: int) -> type:
@@ -45,7 +63,7 @@ def parse_step_args(
     if is_known:
         cls = with_step_flags(cls, int(stage))
     else:  # without a step the other arguments cannot be parsed
-        words = [word for word in words if word in ("-h", "--help", "--help_all")] + ["--stage", stage]
+        words = [word for word in words if word in LEAVING] + ["--stage", stage]
     args = parse_args(cls, words, description=description, problems=problems)
     if not is_known:
         problems.exit_if_any()

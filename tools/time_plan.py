@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 
 from common.generation.kv_cache import kv_bytes_per_token
-from common.models.model_flops import DEVICES, ModelFlops
+from common.models.model_flops import ModelFlops
+from common.ranks.devices import DEVICES
 from tools.planned_run import PlannedModel, Role, Run
 from tools.traffic_plan import Phase, gathers_of_pass, plan_traffic, scoring_passes
 

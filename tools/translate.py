@@ -230,8 +230,11 @@ def name_sets(given: Given) -> Given:
 def main(argv: Sequence[str] | None = None) -> None:
     """Print our command for theirs; exit with 2 for what is not understood."""
     problems = Problems()
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] in (["-h"], ["--help"]):  # later in a command it is a flag of theirs
+        return print(__doc__)
     with problems.catch():
-        translation = Translation(*read_command(list(sys.argv[1:] if argv is None else argv)), problems)
+        translation = Translation(*read_command(given), problems)
         print("\n".join(translation.lines()), flush=True)
         words = [word for name, values in translation.flags.items() for word in (f"--{name}", *values)]
         parse_args(translation.arguments, words, problems=problems)

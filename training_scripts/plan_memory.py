@@ -15,8 +15,8 @@ if not __package__:  # run as a script: import from the repository root
 from common.flags.args import Problems
 from common.programs import startup
 from tools.memory_plan import MemoryPlan
-from tools.planned_run import PlanArguments, read_run
-from tools.step_flags import parse_step_args
+from tools.planned_run import read_run
+from tools.step_flags import PlanArguments, parse_step_args
 from training_scripts import launch_table as table
 
 

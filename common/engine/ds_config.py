@@ -13,7 +13,6 @@ from typing import Any
 import deepspeed
 import torch
 from torch import nn
-from transformers import get_scheduler
 
 from common.engine.muon import Muon, is_hidden_matrix
 from common.ranks import distributed
@@ -225,6 +224,8 @@ def build_engine(
         optimizer=args.optimizer,
         muon_learning_rate=args.muon_learning_rate,
     )
+    from transformers import get_scheduler  # imports PEFT, and with it torch's compiler: a second
+
     schedule = get_scheduler(
         args.lr_scheduler_type,
         optimizer,

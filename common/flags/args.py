@@ -11,13 +11,17 @@ import copy
 import dataclasses
 import difflib
 import functools
+import gc
+import importlib.metadata
 import os
 import re
 import shlex
 import sys
+import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from common.flags.config_file import Setting, read_config
@@ -119,7 +123,18 @@ def _build_parser(cls: type, description: str, *, shows_all: bool) -> argparse.A
     _add_other_names(parser, names, shows_all=shows_all)
     text = "YAML file of flags; the command line takes precedence"
     parser.add_argument("--config", nargs="?", metavar="FILE", help=text)
+    text = "print the version" if shows_all else argparse.SUPPRESS
+    parser.add_argument("--version", action="version", version=f"triptych {own_version()}", help=text)
     return parser
+
+
+@functools.cache
+def own_version() -> str:
+    """Version of this checkout, or of the installed package."""
+    file = Path(__file__).parents[2] / "pyproject.toml"
+    if file.is_file():
+        return tomllib.loads(file.read_text(encoding="utf-8"))["project"]["version"]
+    return importlib.metadata.version("triptych")
 
 
 def _group_title(cls: type, name: str) -> str:
@@ -218,12 +233,24 @@ def say_loading() -> None:
         print("[   0 s] loading torch, transformers and deepspeed", file=sys.stderr)
 
 
-def begin_script(cls: type, description: str) -> None:
-    """Print the help if it is asked for, and exit; else what is loaded. A step calls this before its slow
-    imports; `description` is its docstring.
+def begin_tool(cls: type, description: str, parse: Callable = parse_args, **options: Any) -> None:
+    """Exit, before a tool's slow imports, if the help is asked for or flags are invalid.
+
+    `description` is the tool's docstring; `parse(cls, **options)` reads the flags as its main function does,
+    which adds its own checks.
     """
-    if {"-h", "--help", "--help_all"} & set(sys.argv[1:]):
-        parse_args(cls, description=description.splitlines()[0], problems=Problems())
+    problems = Problems()
+    paths = [word.rpartition("=")[2] for word in sys.argv[1:]]
+    # A pipe, as of --config <(...), can be read once: by the tool itself.
+    if not any(os.path.exists(path) and Path(path).is_fifo() for path in paths):
+        parse(cls, description=description.splitlines()[0], problems=problems, **options)
+    problems.exit_if_any()
+    gc.disable()  # until the program runs: collections take a quarter of the time of its imports
+
+
+def begin_script(cls: type, description: str) -> None:
+    """As `begin_tool`, for a step, which then prints what is loaded."""
+    begin_tool(cls, description)
     # OpenMP reads it when torch is imported. Threads that spin while they wait take the cores from the ranks
     # and programs beside them: with one of these per core a step takes up to ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -291,7 +318,7 @@ def _read_settings(
     places: dict[str, str] = {}
     for name, value, place in settings:
         action = parser._option_string_actions.get(f"--{name}")
-        if action is None or name in ("config", "help", "help_all"):
+        if action is None or name in ("config", "help", "help_all", "version"):
             _add_unknown(f"--{name}", list(cls.__dataclass_fields__), problems, place)
         elif value is None:
             problems.add(f"{place}--{name} needs a value")

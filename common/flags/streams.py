@@ -3,6 +3,7 @@ Does not import torch."""
 
 import contextlib
 import errno
+import gc
 import io
 import os
 import sys
@@ -63,9 +64,18 @@ def harden_streams() -> None:
         setattr(sys, name, uncloseable)
 
 
+def keep_imports() -> None:
+    """Exempt what the imports made from garbage collection, which `begin_tool` turns off until here: it lives
+    until the end, and the collections there would take longer than many a program's work.
+    """
+    gc.freeze()
+    gc.enable()
+
+
 def run_tool(main: Callable[[], Any]) -> None:
     """Run a tool's main function and exit with the code that it returns; Ctrl-C ends it with one line."""
     harden_streams()
+    keep_imports()
     try:
         raise SystemExit(main())
     except KeyboardInterrupt:

@@ -1,5 +1,7 @@
 """LoRA: new and saved adapters, their weights under plain transformers' names, and models that share a base.
 
+PEFT is imported where there are adapters: with bitsandbytes and torch's compiler it takes a second.
+
 # O output rows, I input columns, r rank of an adapter, E experts whose matrices are stacked in one parameter
 """
 
@@ -11,9 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
-from peft import LoraConfig, get_peft_model
-from peft.tuners.lora import LoraLayer
-from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
@@ -107,12 +106,14 @@ def lora_targets(
     return targets
 
 
-def _new_config(model: PreTrainedModel, options: LoraOptions) -> LoraConfig:
+def _new_config(model: PreTrainedModel, options: LoraOptions) -> Any:
     """PEFT's configuration of new adapters. Raises ValueError if `module_name` matches nothing.
 
     PEFT mistakes a linear layer for experts of transformers 4 if it has one of their names: such a layer is
     selected by its weight, as stacked matrices are.
     """
+    from peft import LoraConfig
+
     targets = adapted_model_targets(model, options.module_name)
     stacked = set(stacked_names(model))
     layers = [name for name in targets if name not in stacked]
@@ -129,6 +130,9 @@ def _new_config(model: PreTrainedModel, options: LoraOptions) -> LoraConfig:
 
 def _mistaken_for_experts(model: PreTrainedModel, layers: list[str]) -> list[str]:
     """Layers that PEFT would rename, by the last parts of their names."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
     words = {name.rpartition(".")[2] for name in layers}
     for word in list(words):
         config = LoraConfig(target_modules=[word])
@@ -146,6 +150,8 @@ def build_lora(model: PreTrainedModel, options: LoraOptions) -> nn.Module:
     """
     if options.dim == 0 and not options.folder:
         return model
+    from peft import get_peft_model
+
     config = _read_lora_config(options.folder) if options.folder else _new_config(model, options)
     try:
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
@@ -198,8 +204,10 @@ def _describe_reach(adapted: nn.Module) -> str:
     return text
 
 
-def _read_lora_config(folder: str) -> LoraConfig:
-    """Configuration of a saved adapter, without dropout and PEFT's task-specific fields."""
+def _read_lora_config(folder: str) -> Any:
+    """PEFT's configuration of a saved adapter, without dropout and task-specific fields."""
+    from peft import LoraConfig
+
     config = {name: value for name, value in read_adapter_config(folder).items() if name != POOLING}
     config |= {"task_type": None, "modules_to_save": None, "lora_dropout": 0.0, "inference_mode": False}
     try:
@@ -313,8 +321,8 @@ def trained_weights(model: nn.Module) -> dict[str, TrainedWeight]:
     layers = {
         f"{name}.{getattr(layer, 'parameter_name', 'weight')}".replace(".base_layer", ""): layer
         for name, layer in plain.named_modules()
-        # An adapted embedding, which only adapters from elsewhere have, has no lora_A.
-        if isinstance(layer, LoraLayer) and layer.lora_A
+        # Of an adapted embedding, which only adapters from elsewhere have, it is empty.
+        if getattr(layer, "lora_A", None)
     }
     weights = {}
     for name, parameter in plain.named_parameters():

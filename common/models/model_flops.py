@@ -1,12 +1,9 @@
-"""FLOPs of forward and backward passes, and the peak FLOP/s of devices.
-
-The rates in DEVICES are from the makers' data sheets: dense products with fp32 accumulation.
-"""
+"""FLOPs of forward and backward passes, and the peak FLOP/s of devices."""
 
 import itertools
 import re
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +14,7 @@ from common.models.loading import DTYPES, plain_model
 from common.models.lora import trained_weights
 from common.models.model_inputs import ModelInputs
 from common.ranks import distributed
+from common.ranks.devices import DEVICES
 from common.ranks.step_costs import COSTS
 
 MEASURED_SECONDS = 0.25
@@ -124,33 +122,6 @@ def _attention_width(layer: Any) -> int:
     num_heads = getattr(layer, "num_attention_heads", None) or 0
     head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // max(num_heads, 1)
     return num_heads * head_dim
-
-
-class Device(NamedTuple):
-    """One GPU, or one CPU process."""
-
-    memory_gib: float  # usable by torch: less than the nominal size
-    tflops_16bit: float
-    tflops_fp32: float  # without TF32, torch's default
-
-
-DEVICES = {
-    "t4-16g": Device(14.6, 65, 8.1),
-    "l4-24g": Device(22, 121, 30.3),
-    "a10-24g": Device(22, 125, 31.2),
-    "3090-24g": Device(23.6, 71, 35.6),
-    "4090-24g": Device(23.6, 165.2, 82.6),
-    "5090-32g": Device(31.3, 209.5, 104.8),
-    "l40s-48g": Device(44.4, 362, 91.6),
-    "a6000-48g": Device(47.4, 154.8, 38.7),
-    "a100-40g": Device(39.4, 312, 19.5),
-    "a100-80g": Device(79.1, 312, 19.5),
-    "h100-80g": Device(79.1, 989, 67),
-    "h200": Device(139.7, 989, 67),
-    "b200": Device(178, 2250, 80),
-    "mi300x": Device(191, 1307.4, 163.4),
-    "cpu": Device(16, 0.1, 0.1),
-}
 
 
 def own_peak_flops(dtype: torch.dtype) -> float:

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from common.flags.streams import harden_streams
+from common.flags.streams import harden_streams, keep_imports
 from common.programs.startup import keep_freed_memory, quiet_libraries
 from common.ranks import distributed, passes, watchdog
 from common.ranks.failures import StepSkipped, TooManyBadSteps, say
@@ -33,6 +33,7 @@ def run_program(program: Callable[[], Any], *, shows_progress: bool = True) -> N
     traceback.
     """
     harden_streams()
+    keep_imports()
     quiet_libraries()
     keep_freed_memory()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # unless a shell ignores it

@@ -14,7 +14,8 @@ from common.flags.args import Problems
 from common.models.loading import ModelOptions
 from common.models.model_inputs import build_model_inputs
 from common.models.value_model import load_value_model
-from serving.answering import Answerer, AnsweringArguments, Sampling, load_answerer, load_template
+from serving.answering import Answerer, Sampling, load_answerer, load_template
+from serving.arguments import AnsweringArguments
 
 
 def turns(chat: Sequence[dict[str, str]]) -> list[Turn]:

@@ -368,14 +368,14 @@ def test_output_of_an_earlier_run(place, output):
 def test_the_real_command_line(tiny, tmp_path):
     """Exit code, stderr and silence elsewhere, as a shell sees them."""
     flags = good_flags(
-        tiny, tmp_path / "output", 3, critic_model_name_or_path=tmp_path / "absent", zero_stage=2
+        tiny, tmp_path / "output", 3, critic_model_name_or_path=tmp_path / "absent", offload="param"
     )
     command = [sys.executable, "step3_ppo/main.py", *as_flags(flags)]
     done = run(command, may_fail=True)
     assert done.returncode == BAD and done.stdout == "" and "Traceback" not in done.stderr
     first, problems = done.stderr.split("\n", 1)
     assert first == "[   0 s] loading torch, transformers and deepspeed"
-    assert problems.startswith("error: 2 problems, nothing was started:\n")
+    assert problems.startswith("error: 3 problems, nothing was started:\n")
     assert f"--critic_model_name_or_path {tmp_path}/absent" in done.stderr
-    assert "unknown flag --zero_stage; did you mean --" in done.stderr
+    assert "--offload param needs --actor_zero_stage 3" in done.stderr
     assert list(tmp_path.iterdir()) == []

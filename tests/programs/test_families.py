@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from common.data.example import Message
 from common.flags.args import Problems
-from serving.answering import AnsweringArguments, Sampling, load_answerer, load_template
+from serving.answering import Sampling, load_answerer, load_template
+from serving.arguments import AnsweringArguments
 
 pytestmark = pytest.mark.slow
 

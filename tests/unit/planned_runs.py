@@ -3,8 +3,8 @@
 from functools import cache
 
 from common.flags.args import Problems
-from tools.planned_run import Models, PlanArguments, Run, build_run, read_models
-from tools.step_flags import parse_step_args
+from tools.planned_run import Models, Run, build_run, read_models
+from tools.step_flags import PlanArguments, parse_step_args
 
 GIB = 2**30
 OPT_350M, OPT_1B = (f"facebook/opt-{size}" for size in ("350m", "1.3b"))

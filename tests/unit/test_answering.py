@@ -15,7 +15,8 @@ from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator, PromptBatch
 from common.generation.inference_module import share_weights
 from serving import prompt_eval
-from serving.answering import Answerer, AnsweringArguments, Sampling, load_answerer, load_template
+from serving.answering import Answerer, Sampling, load_answerer, load_template
+from serving.arguments import AnsweringArguments
 
 QUESTIONS = [
     (Message("user", "How are you today?"),),

@@ -322,6 +322,6 @@ def test_help_shows_the_usual_flags_on_two_screens_and_all_on_demand(cls, capsys
     flags = {word: set(re.findall(r"^  --(\w+)", text, re.MULTILINE)) for word, text in shown.items()}
     assert flags["--help"] == usual | {"config"} and 20 <= len(flags["--help"]) <= 40
     assert shown["--help"].count("\n") <= 90 and "--help_all" in shown["--help"]
-    assert flags["--help_all"] >= {field.name for field in fields}
+    assert flags["--help_all"] >= {"version", *(field.name for field in fields)}
     required = {field.name for field in fields if field.metadata["required"]}
     assert required and required <= flags["--help"]

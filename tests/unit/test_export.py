@@ -23,7 +23,8 @@ from common.programs.training_loop import facts_at
 from common.runs import durable_files
 from common.runs.durable_files import SaveFailed
 from common.runs.export import read_metadata, save_adapter, save_export
-from serving.answering import AnsweringArguments, Sampling, load_answerer, load_template, merge_adapter
+from serving.answering import Sampling, load_answerer, load_template, merge_adapter
+from serving.arguments import AnsweringArguments
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.main import build_metadata
 

@@ -21,7 +21,8 @@ from common.models.output_head import LogitOptions
 from common.models.replica import build_replica
 from common.models.value_model import load_value_model
 from common.programs.model_checks import check_length
-from serving.answering import AnsweringArguments, load_template
+from serving.answering import load_template
+from serving.arguments import AnsweringArguments
 from step3_ppo.arguments import PPOArguments
 from step3_ppo.checks import check_generation
 

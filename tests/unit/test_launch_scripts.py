@@ -16,11 +16,11 @@ import pytest
 from common.data.registry import ADAPTERS
 from common.flags.args import Problems, parse_args
 from common.flags.problems import no_effect_notes
-from common.models.model_flops import DEVICES
+from common.ranks.devices import DEVICES
 from tools.memory_plan import MemoryPlan
-from tools.planned_run import PlanArguments, read_run
+from tools.planned_run import read_run
 from tools.step_flags import STEPS as STEP_FLAGS
-from tools.step_flags import parse_step_args
+from tools.step_flags import PlanArguments, parse_step_args
 from training_scripts.launch_table import (
     FOLDER_OF_STEP,
     ROWS,

@@ -10,8 +10,7 @@ from common.flags.args import Problems
 from common.programs import memory_check
 from common.programs.memory_check import check_memory
 from common.ranks import distributed
-from tools.planned_run import PlanArguments
-from tools.step_flags import parse_step_args
+from tools.step_flags import PlanArguments, parse_step_args
 
 WORDS = ["--model_name_or_path", "a/b", "--local_rank=0"]
 CRASH = 'Traceback (most recent call last):\n  File "x.py"\nKeyError: 7\n'

@@ -12,7 +12,8 @@ from arena_fakes import END, FakeModel, make_arena, make_client, real_server
 
 from common.data.dialogue import Template
 from common.flags.args import Problems
-from serving.answering import Answerer, AnsweringArguments, Sampling, load_answerer, load_template
+from serving.answering import Answerer, Sampling, load_answerer, load_template
+from serving.arguments import AnsweringArguments
 
 HI = [{"role": "user", "content": "Hi"}]
 

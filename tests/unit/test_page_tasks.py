@@ -7,8 +7,8 @@ from page_commands import ROOT, blocks
 
 from common.flags.args import Problems
 from tools.memory_plan import MemoryPlan
-from tools.planned_run import PlanArguments, read_run
-from tools.step_flags import parse_step_args
+from tools.planned_run import read_run
+from tools.step_flags import PlanArguments, parse_step_args
 from tools.translate import main
 
 TASKS = sorted((ROOT / "docs/tasks").glob("*.md"))

@@ -11,8 +11,7 @@ import pytest
 
 import train
 from common.flags.args import Problems, parse_args
-from tools.planned_run import PlanArguments
-from tools.step_flags import parse_step_args
+from tools.step_flags import PlanArguments, parse_step_args
 from training_scripts.launch_table import ROWS, step_flags
 
 

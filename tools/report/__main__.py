@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.flags.args import Problems, flag, parse_args
+from common.flags.args import Problems, begin_tool, flag, parse_args
 from common.flags.streams import run_tool
 from common.runs.run_files import REPORT
-from tools.report.diagnostics import find_diagnostics
-from tools.report.page import write_report
 
 
 @dataclass
@@ -24,6 +22,13 @@ class ReportArguments:
     output: str = flag(
         "", f"page to write; empty: {REPORT} in the run's folder, or in this folder for several runs"
     )
+
+
+if __name__ == "__main__":
+    begin_tool(ReportArguments, __doc__, leading="run_dir")
+
+from tools.report.diagnostics import find_diagnostics
+from tools.report.page import write_report
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,0 +1,43 @@
+"""What a start costs: seconds of the processor, from the command to the end of a single step."""
+
+import os
+import sys
+
+import pytest
+from program_runs import as_flags, run
+from tiny_inputs import step_flags
+
+pytestmark = pytest.mark.slow
+
+PROGRAMS = {1: "step1_sft/main.py", 2: "step2_reward/main.py", 3: "step3_ppo/main.py"}
+STEP_LIMIT = 9.0  # it takes 5
+PLAN_LIMIT = 6.5  # it takes 3.8, and 6.7 if it loads PEFT and collects garbage while it imports
+
+
+def seconds_of(*words: str) -> tuple[str, float]:
+    """The output of a program, and its time of the processor."""
+    before = os.times()
+    done = run([sys.executable, *words])
+    now = os.times()
+    seconds = now.children_user + now.children_system - before.children_user - before.children_system
+    return done.stdout, seconds
+
+
+@pytest.mark.parametrize("step", PROGRAMS)
+def test_the_first_step_of_a_tiny_model_comes_soon(tiny, step):
+    flags = step_flags(tiny, step, max_train_steps=1, dtype="fp32")
+    text, seconds = seconds_of(PROGRAMS[step], *as_flags(flags))
+    assert " 1/1 " in text and seconds < STEP_LIMIT, seconds
+
+
+def test_a_plan_of_a_tiny_model_comes_soon(tiny):
+    flags = step_flags(tiny, 3, data_path=None)
+    text, seconds = seconds_of("-m", "tools.plan", "--stage", "3", *as_flags(flags))
+    assert "fits: at the peak" in text and seconds < PLAN_LIMIT, seconds
+
+
+def test_what_adapters_alone_need_is_not_imported(tiny):
+    """PEFT loads bitsandbytes, and that torch's compiler: a second of a plan, a chat and a server."""
+    code = "import sys, arena, chat, export, tools.plan, tools.check_model, serving.reward_server; "
+    code += "print({'peft', 'bitsandbytes', 'matplotlib'} & set(sys.modules))"
+    assert run([sys.executable, "-c", code]).stdout == "set()\n"
