@@ -16,10 +16,12 @@ if not __package__:  # run as a script: import from the repository root, not fro
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from common.flags.args import begin_script
+from common.programs.memory_check import begin_plan
 from step1_sft.arguments import SFTArguments
 
 if __name__ == "__main__":
     begin_script(SFTArguments, __doc__)
+    begin_plan(1)
 
 from common.data.collators import collate_sft
 from common.data.global_batches import Groups

@@ -19,10 +19,12 @@ if not __package__:  # run as a script: import from the repository root, not fro
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from common.flags.args import begin_script
+from common.programs.memory_check import begin_plan
 from step3_ppo.arguments import PPOArguments
 
 if __name__ == "__main__":
     begin_script(PPOArguments, __doc__)
+    begin_plan(3)
 
 from common.data.collators import collate_prompts
 from common.data.global_batches import GlobalBatches, RowPlan

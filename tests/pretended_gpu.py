@@ -30,6 +30,7 @@ from typing import Any
 from unittest import mock
 
 import deepspeed.runtime.zero.muon.original_muon  # noqa: F401  it compiles when it is imported: not in the block
+import peft  # noqa: F401  with bitsandbytes, which looks for torch's CUDA build: not in the block either
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import real_accelerator

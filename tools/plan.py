@@ -9,7 +9,6 @@ does not fit. run.sh, train.py and the steps' programs call it with --gpu here b
 exit code is 2 if the run does not fit, and 0 after a one-line note if it cannot be planned.
 """
 
-import gc
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,10 +19,7 @@ from common.flags.args import Problems, begin_tool
 from tools.step_flags import STEP_NAMES, THIS_MACHINE, PlanArguments, parse_step_args
 
 if __name__ == "__main__":
-    if THIS_MACHINE in sys.argv:  # the step that is planned reports invalid flags better
-        gc.disable()
-    else:
-        begin_tool(PlanArguments, __doc__, parse_step_args)
+    begin_tool(PlanArguments, __doc__, parse_step_args)
 
 import torch
 

@@ -12,12 +12,10 @@ import dataclasses
 import difflib
 import functools
 import gc
-import importlib.metadata
 import os
 import re
 import shlex
 import sys
-import tomllib
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +27,7 @@ from common.flags.other_names import IGNORED, OLDER_NAMES, REMOVED, SWITCHES, WI
 from common.flags.problems import KINDS, RANGE, Problems, describe_range, is_usable, shortened
 from common.flags.streams import harden_streams
 
+VERSION = "0.9.0"  # as in pyproject.toml
 MAX_SHOWN = 40  # with more flags, --help shows only the usual ones
 REQUIRED = object()
 T = TypeVar("T")
@@ -124,17 +123,8 @@ def _build_parser(cls: type, description: str, *, shows_all: bool) -> argparse.A
     text = "YAML file of flags; the command line takes precedence"
     parser.add_argument("--config", nargs="?", metavar="FILE", help=text)
     text = "print the version" if shows_all else argparse.SUPPRESS
-    parser.add_argument("--version", action="version", version=f"triptych {own_version()}", help=text)
+    parser.add_argument("--version", action="version", version=f"triptych {VERSION}", help=text)
     return parser
-
-
-@functools.cache
-def own_version() -> str:
-    """Version of this checkout, or of the installed package."""
-    file = Path(__file__).parents[2] / "pyproject.toml"
-    if file.is_file():
-        return tomllib.loads(file.read_text(encoding="utf-8"))["project"]["version"]
-    return importlib.metadata.version("triptych")
 
 
 def _group_title(cls: type, name: str) -> str:

@@ -1,25 +1,62 @@
 """Memory check before a model is loaded: whether the step is planned to fit its GPUs, as in run.sh and
-train.py."""
+train.py.
 
+The plan is made in a separate process, because ranks do not import tools. It begins before the program's
+slow imports, so that it is made while those and the data take their time. Does not import torch.
+"""
+
+import atexit
+import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from common.ranks import distributed, watchdog
-from common.ranks.failures import say
-from common.runs.run_logger import ROOT
-
+ROOT = Path(__file__).resolve().parents[2]
 PLAN_SECONDS = 300
 FITS, TOO_LARGE = 0, 2  # exit codes of the plan; all ranks exit with the latter
+BEGUN: list[subprocess.Popen] = []  # by `begin_plan`, until it is read
+
+
+def begin_plan(stage: int) -> None:
+    """Begin the plan of the program's own command line, on rank 0 of a machine that seems to have a GPU.
+
+    Nothing is begun with NO_PLAN in the environment. What is not begun here is when the plan is read.
+    """
+    is_first = os.environ.get("RANK", "0") == "0"
+    has_gpu = shutil.which("nvidia-smi") or shutil.which("rocm-smi")
+    if is_first and has_gpu and not os.environ.get("NO_PLAN") and "--dry_run" not in sys.argv:
+        with contextlib.suppress(OSError, ValueError):  # no process, or a launcher's variables are wrong
+            BEGUN.append(start_plan(stage, sys.argv[1:]))
+
+
+def start_plan(stage: int, argv: Sequence[str]) -> subprocess.Popen:
+    """A new process that plans a step with these flags on this machine's GPUs; it ends with this one.
+
+    Raises OSError, and ValueError for variables that are no numbers.
+    """
+    num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    num_nodes = -(-int(os.environ.get("WORLD_SIZE", "1")) // num_gpus)
+    given = ["--gpu", "here", "--num_gpus", str(num_gpus), "--num_nodes", str(num_nodes)]
+    # -P: the current folder, which may have another `tools`, is not searched.
+    command = [sys.executable, "-P", "-m", "tools.plan", *given, "--stage", str(stage), *argv]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, errors="replace", **streams)
+    atexit.register(process.kill)
+    return process
 
 
 def check_memory(stage: int, argv: Sequence[str] | None = None) -> None:
     """Print the memory plan of step `stage` for this machine's GPUs; exit with code 2 if it does not fit.
 
     `argv` defaults to sys.argv[1:]. Nothing is planned on a CPU, or if rank 0's environment has NO_PLAN,
-    which run.sh and train.py set after their own plan. Every rank must call this, before `distributed.start`.
+    which run.sh and train.py set after their own plan. Every rank must call this.
     """
+    from common.ranks import distributed
+
     if not distributed.has_gpu():
         return
     argv = sys.argv[1:] if argv is None else argv
@@ -32,30 +69,24 @@ def check_memory(stage: int, argv: Sequence[str] | None = None) -> None:
 
 
 def print_plan(stage: int, argv: Sequence[str]) -> bool:
-    """Print the plan of a step with these flags, or why there is none; return whether the step may start.
+    """Print the plan of a step with these flags, or why there is none; return whether the step may start."""
+    from common.ranks import watchdog
+    from common.ranks.failures import say
 
-    The plan is made in a separate process, because ranks do not import tools.
-    """
-    num_gpus = distributed.num_ranks_here()
-    machines = {"gpu": "here", "num_gpus": num_gpus, "num_nodes": -(-distributed.world_size() // num_gpus)}
-    given = [word for name, value in machines.items() for word in (f"--{name}", str(value))]
-    # -P: the current folder, which may have another `tools`, is not searched.
-    command = [sys.executable, "-P", "-m", "tools.plan", *given, "--stage", str(stage), *argv]
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    options = {"env": os.environ | {"PYTHONPATH": path}, "capture_output": True, "errors": "replace"}
     try:
         with watchdog.phase("the memory plan"):
-            done = subprocess.run(command, timeout=PLAN_SECONDS, **options)
+            process = BEGUN.pop() if BEGUN else start_plan(stage, argv)
+            plan, complaints = process.communicate(timeout=PLAN_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         say(f"no memory plan: {type(error).__name__}")
         return True
-    code = done.returncode
-    complaints = done.stderr.strip()
+    code = process.returncode
+    complaints = complaints.strip()
     if code not in (FITS, TOO_LARGE):  # the plan itself failed
         last_line = complaints.rpartition("\n")[2]
         say(f"no memory plan: {last_line or f'exit code {code}'}")
         return True
-    say(done.stdout.rstrip())
+    say(plan.rstrip())
     if code == TOO_LARGE:
         say(complaints)
     return code == FITS

@@ -251,7 +251,7 @@ def enter(start: Start) -> StageData | None:
     run has finished.
 
     The run holds --output_dir until the process ends. Exits if a run with other data or frozen models has
-    finished there.
+    finished there, or if the memory plan, which is made meanwhile, does not fit the GPUs.
     """
     args, earlier = start.args, start.earlier
     if args.dry_run:
@@ -263,8 +263,6 @@ def enter(start: Start) -> StageData | None:
                 resolved["deepspeed_config_resolved"] = start.ds_config
             print(json.dumps(resolved, indent=2, sort_keys=True))
         return None
-    if not earlier.finished:
-        check_memory(start.options.stage, start.argv)
     if distributed.is_main():
         with as_problem(start.problems):
             run_files.take_lock(args.output_dir)
@@ -274,8 +272,10 @@ def enter(start: Start) -> StageData | None:
     transformers.set_seed(args.seed % 2**32)  # equal on all ranks, for equal new weights
     with as_problem(start.problems), watchdog.phase("the preparation of the data"):
         data = build_data(start.options, start.template)
-        if not earlier.finished:
-            return data
+    if not earlier.finished:
+        check_memory(start.options.stage, start.argv)
+        return data
+    with as_problem(start.problems):
         started = read_if_whole(Path(args.output_dir) / run_files.RUN_FILE, starts=list).get("starts") or [{}]
         if started[-1].get("data_key", data.key) != data.key:
             start.problems.add(

@@ -342,7 +342,9 @@ def test_a_gpu_that_is_too_small(place, step):
     more = {"env": {"NO_PLAN": ""}, "cwd": str(place.folder), "gpu": {}, "hooks": [hook], "seconds": 60}
     done = place.forks.run(step, good_flags(place.tiny, place.output, step), ranks=2, **more)
     assert done.codes == [BAD, BAD] and not place.output.exists()
-    assert done.text(0).endswith("does not fit\nerror: too small\n") and done.text(1) == ""
+    assert done.text(0).endswith("the memory plan\ndoes not fit\nerror: too small\n")
+    assert "the preparation of the data" in done.text(0) and "the loading of the model" not in done.text(0)
+    assert "does not fit" not in done.text(1) and "Traceback" not in done.text(1)
     assert not done.seen(0)["launches"] and not done.seen(1)["launches"]
     words = (place.folder / "words").read_text()
     assert f"-m tools.plan --gpu here --num_gpus 2 --num_nodes 1 --stage {step} --" in words

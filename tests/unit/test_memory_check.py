@@ -1,6 +1,9 @@
 """A step that is started itself: its memory plan, whose process is pretended here but for one."""
 
+import os
 import subprocess
+import sys
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -26,14 +29,19 @@ def planner(monkeypatch) -> Planner:
     def pretend(code: int = 0, out: str = "", complaints: str = "", error: Exception | None = None):
         commands = []
 
-        def run(command: list[str], **more):
-            commands.append(command)
-            if error:
+        def communicate(timeout: float) -> tuple[str, str]:
+            if isinstance(error, subprocess.TimeoutExpired):
                 raise error
-            return subprocess.CompletedProcess(command, code, out, complaints)
+            return out, complaints
+
+        def start(command: list[str], **more):
+            commands.append(command)
+            if isinstance(error, OSError):
+                raise error
+            return SimpleNamespace(communicate=communicate, returncode=code, kill=lambda: None)
 
         # In its own name: the module is everyone's.
-        pretended = SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired)
+        pretended = SimpleNamespace(**vars(subprocess) | {"Popen": start})
         monkeypatch.setattr(memory_check, "subprocess", pretended)
         return commands
 
@@ -129,3 +137,64 @@ def test_the_real_planner_is_found_from_the_users_folder(tmp_path, monkeypatch, 
     monkeypatch.setattr("sys.argv", ["main.py", *WORDS])
     check_memory(1)
     assert capfd.readouterr().err == "no memory plan: torch sees no GPU\n"
+
+
+@pytest.fixture
+def script(monkeypatch) -> None:
+    """Have a script that begins on rank 0 of a machine with a GPU."""
+    monkeypatch.setattr(memory_check.shutil, "which", {"nvidia-smi": "/x/nvidia-smi"}.get)
+    monkeypatch.setattr("sys.argv", ["main.py", *WORDS])
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_plan_begins_with_its_program_and_is_read_once(script, planner, capfd):
+    commands = planner(2, "does not fit\n", "error: step 1 was not started\n")
+    memory_check.begin_plan(1)
+    assert len(commands) == 1 and commands[0][-len(WORDS) :] == WORDS
+    with pytest.raises(SystemExit, match="2"):
+        check_memory(1)
+    assert len(commands) == 1 and capfd.readouterr().err == "does not fit\nerror: step 1 was not started\n"
+    with pytest.raises(SystemExit, match="2"):  # of another run in this process
+        check_memory(2, WORDS)
+    assert len(commands) == 2
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"NO_PLAN": "1"},
+        {"RANK": "1", "WORLD_SIZE": "2"},
+        {"LOCAL_WORLD_SIZE": "x"},
+        {"argv": "--dry_run"},
+        {"smi": ""},
+    ],
+    ids=lambda variables: " ".join(variables),
+)
+def test_no_plan_begins_where_none_is_read(variables, script, planner, monkeypatch):
+    commands = planner()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if "argv" in variables:
+        monkeypatch.setattr("sys.argv", ["main.py", "--dry_run", *WORDS])
+    if "smi" in variables:
+        monkeypatch.setattr(memory_check.shutil, "which", lambda name: None)
+    memory_check.begin_plan(1)
+    assert not commands and not memory_check.BEGUN
+
+
+def test_the_plan_of_a_program_that_leaves_ends_with_it(tmp_path):
+    """Its flags were rejected meanwhile, say."""
+    planner = tmp_path / "planner"
+    planner.write_text("#!/bin/sh\necho $$ > pid\nexec sleep 60\n")
+    planner.chmod(0o755)
+    code = "import sys, time; from pathlib import Path; from common.programs import memory_check;"
+    code += f"sys.executable = {str(planner)!r}; process = memory_check.start_plan(1, []);"
+    code += "\nwhile not Path('pid').exists() or not Path('pid').read_text(): time.sleep(0.01)"
+    env = {**os.environ, "PYTHONPATH": str(memory_check.ROOT)}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=True, timeout=60)
+    pid = int((tmp_path / "pid").read_text())
+    with pytest.raises(ProcessLookupError):
+        for _ in range(500):
+            os.kill(pid, 0)
+            time.sleep(0.01)
