@@ -91,7 +91,8 @@ def compute_reference(trainer: Any, pairs: ReferencePairs, rows: Sequence[int]) 
     trainer.engine.eval()
     lengths = pairs.lengths(f"{trainer.sides[0]}_ids")
     by_length = sorted(rows, key=lambda row: (lengths[row], row))  # by length, for less padding
-    size = trainer.args.per_device_eval_batch_size
+    args = trainer.args
+    size = args.per_device_eval_batch_size or args.per_device_train_batch_size
     rank = distributed.rank()
     num_rows = size * distributed.world_size()
     batches = [by_length[first : first + num_rows] for first in range(0, len(by_length), num_rows)]

@@ -223,7 +223,7 @@ class Run:
             self.tokens_per_pass = self.count_tokens(rows)
         self.tokens_per_score = self.tokens_per_pass
         if not is_ppo:  # evaluation passes
-            self.tokens_per_score = args.per_device_eval_batch_size * self.row_length
+            self.tokens_per_score = (args.per_device_eval_batch_size or rows) * self.row_length
         elif args.max_tokens_per_scoring_pass:
             self.tokens_per_score = max(args.max_tokens_per_scoring_pass, self.row_length)
         # Sequences, then passes, per rank and optimizer step.

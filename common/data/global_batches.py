@@ -286,19 +286,19 @@ def evaluation_batches(
     collate: Callable[[list[Any]], Any],
     *,
     rows_per_batch: int,
-    max_batches: int = 0,
+    max_rows: int = 0,
 ) -> Iterator[tuple[Any, torch.Tensor]]:
     """Yield (batch, is_real): every row once over all ranks, the same number of batches on each.
 
     `is_real` (rows,) bool is False for rows that only fill up the last batches: they must not be counted.
-    `max_batches`: limit per rank; 0: none.
+    `max_rows`: limit over all ranks; 0: none.
     """
     rank = distributed.rank()
     world_size = distributed.world_size()
-    num_batches = -(-len(dataset) // (rows_per_batch * world_size))
-    num_batches = min(num_batches, max_batches or num_batches)
+    num_rows = min(len(dataset), max_rows or len(dataset))
+    num_batches = -(-num_rows // (rows_per_batch * world_size))
     for batch in watched(range(num_batches), num_batches, "batches"):
         first = (batch * world_size + rank) * rows_per_batch
         indexes = range(first, first + rows_per_batch)
-        rows = [dataset[i if i < len(dataset) else 0] for i in indexes]
-        yield collate(rows), torch.tensor([i < len(dataset) for i in indexes])
+        rows = [dataset[i if i < num_rows else 0] for i in indexes]
+        yield collate(rows), torch.tensor([i < num_rows for i in indexes])

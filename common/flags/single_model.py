@@ -58,7 +58,9 @@ class TrainArguments:
     per_device_train_batch_size: int = flag(
         16, "rows per rank and micro-batch", may_change=True, low=1, is_usual=True
     )
-    per_device_eval_batch_size: int = flag(16, "rows per rank and evaluation batch", may_change=True, low=1)
+    per_device_eval_batch_size: int = flag(
+        0, "rows per rank and evaluation batch; 0: as --per_device_train_batch_size", may_change=True, low=0
+    )
     group_by_length: bool = flag(
         False, "put rows of similar length into a batch; reduces padding where rows are padded"
     )
@@ -81,7 +83,11 @@ class TrainArguments:
         is_usual=True,
     )
     eval_iters: int = flag(
-        100, "maximum evaluation batches per rank; 0: the whole held-out data", may_change=True, low=0
+        100,
+        "maximum evaluation batches per rank, of 16 rows if --per_device_eval_batch_size is 0; 0: the whole "
+        "held-out data",
+        may_change=True,
+        low=0,
     )
 
 

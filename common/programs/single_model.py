@@ -76,6 +76,9 @@ def begin(
     return start, startup.enter(start)
 
 
+ROWS_OF_EVAL_ITERS = 16  # that --eval_iters counts as a batch where no batch size is set
+
+
 class TrainingRows:
     """Training rows of a model: their order, and their batches, which depend on how the model runs them.
 
@@ -218,15 +221,12 @@ def train(
         is_due = step == logger.num_steps or step % len(order) == 0
         if not len(held_out) or not (is_due or eval_clock.is_due(step)):
             return
-        eval_batches = evaluation_batches(
-            held_out,
-            rows.collate,
-            rows_per_batch=args.per_device_eval_batch_size,
-            max_batches=args.eval_iters,
-        )
+        size = args.per_device_eval_batch_size or args.per_device_train_batch_size
+        most = args.eval_iters * (args.per_device_eval_batch_size or ROWS_OF_EVAL_ITERS)
+        most *= distributed.world_size()
+        eval_batches = evaluation_batches(held_out, rows.collate, rows_per_batch=size, max_rows=most)
         with run.stoppable(), watchdog.phase("the evaluation", step, clock="evaluate"):
             run.facts |= {trainer.metadata_key: trainer.evaluate(step, eval_batches), EVAL_STEP: step}
-        most = args.eval_iters * args.per_device_eval_batch_size * distributed.world_size()
         run.facts["eval_rows"] = min(len(held_out), most or len(held_out))
 
     with startup.as_problem(start.problems):

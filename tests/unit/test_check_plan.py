@@ -104,10 +104,20 @@ def test_a_pass_has_one_sequence_at_least():
     assert single(OPT_1B, "--max_tokens_per_micro_batch", "300").tokens_per_pass == 512
 
 
+def test_an_evaluation_has_batches_of_training_unless_told():
+    few = ("--per_device_train_batch_size", "2")
+    assert single(OPT_1B, *few).tokens_per_score == 2 * 512
+    assert single(OPT_1B, *few, "--per_device_eval_batch_size", "32").tokens_per_score == 32 * 512
+    lora = (*few, "--lora_dim", "8")
+    usual = MemoryPlan(single(OPT_1B, *lora)).peak
+    large = MemoryPlan(single(OPT_1B, *lora, "--per_device_eval_batch_size", "128")).peak
+    assert usual.verb == "backward" and large.verb == "score" and large.total > usual.total
+
+
 def test_dpo_is_a_policy_on_two_sequences_a_pair(run_plan):
     words = ("--stage", "2", "--loss", "dpo", "--model_name_or_path", OPT_1B)
     pairs = make_run(words, ("--per_device_train_batch_size", "3"))
-    rows = single(OPT_1B, "--per_device_train_batch_size", "6", "--per_device_eval_batch_size", "32")
+    rows = single(OPT_1B, "--per_device_train_batch_size", "6")
     assert MemoryPlan(pairs).moments == MemoryPlan(rows).moments and plan_traffic(pairs) == plan_traffic(rows)
     assert "step 2, DPO, on 1 x" in run_plan(2, "--loss", "dpo")[1]
 

@@ -105,8 +105,13 @@ def test_an_evaluation_counts_each_row_once_with_as_many_batches_on_every_rank(w
         num_batches.add(len(batches))
         seen += [row for rows, real in batches for row, is_real in zip(rows, real, strict=True) if is_real]
     assert sorted(seen) == ROWS and len(num_batches) == 1
-    few = list(evaluation_batches(ROWS, list, rows_per_batch=4, max_batches=2))
+    few = list(evaluation_batches(ROWS, list, rows_per_batch=4, max_rows=8))
     assert [rows for rows, _ in few] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    cut = [
+        (rows, is_real.tolist())
+        for rows, is_real in evaluation_batches(ROWS, list, rows_per_batch=5, max_rows=8)
+    ]
+    assert cut == [([0, 1, 2, 3, 4], [True] * 5), ([5, 6, 7, 0, 0], [True] * 3 + [False] * 2)]
 
 
 # ---- plans of micro-batches: complete, under the cap, even over the ranks
