@@ -17,6 +17,7 @@ from torch import nn
 
 from common.generation.decode import DecodeGraphs, DecodeState, DecodeStep, SamplingOptions
 from common.generation.kv_cache import SlotCache
+from common.ranks import passes
 from common.ranks.passes import PassProgress
 
 # Called with (sample, [its new token id]) after each pass; returns True to end the sample.
@@ -81,6 +82,8 @@ class Generator:
     ) -> None:
         self.model, self.agree_any = model, agree_any
         self.num_slots, self.max_length = num_slots, max_length
+        # In a pass of a tensor-parallel model all its ranks take part, and they agree on nothing else.
+        self.can_leave = tp_group is None or agree_any is not None
         self._step: DecodeStep | None = None
         self._graphs = DecodeGraphs(model, tp_group) if use_cuda_graphs and agree_any is None else None
 
@@ -130,7 +133,8 @@ class Generator:
                 state = DecodeState.build(num_slots, options.max_new_tokens, device)
                 self._step = DecodeStep(self.model, SlotCache(num_slots, length), state, self._graphs)
             self._step.begin(options)
-            tensors = _DecodeLoop(self._step, schedule, batch, self.agree_any, on_tokens, on_turns).run()
+            loop = _DecodeLoop(self._step, schedule, batch, self.agree_any, on_tokens, on_turns)
+            tensors = loop.run(can_leave=self.can_leave)
         return Generation(*(tensor.clone() for tensor in tensors))  # a loss cannot use inference tensors
 
 
@@ -242,12 +246,17 @@ class _DecodeLoop:
         self.first_logits: dict[int, torch.Tensor] = {}  # of prompts with waiting samples
         self.num_streamed: dict[int, int] = {}  # tokens passed to `on_tokens`, by sample
 
-    def run(self) -> Generation:
-        """Run until no sample waits; return all responses in the order of the samples."""
+    def run(self, *, can_leave: bool) -> Generation:
+        """Run until no sample waits; return all responses in the order of the samples.
+
+        Raises Interrupted on all ranks after a request to stop, at once on a rank that `can_leave` the loop.
+        """
         agree_any = self.agree_any or bool
         num_samples = len(self.batch.sample_ids)
         progress = PassProgress(num_samples, "responses")
-        while agree_any(bool(self.schedule.waiting or self.schedule.slots)):
+        while agree_any(
+            bool(self.schedule.waiting or self.schedule.slots) and not (can_leave and passes.is_asked())
+        ):
             if self.schedule.should_admit():
                 self._admit(self.schedule.admit())
             elif self.schedule.slots:
@@ -262,6 +271,7 @@ class _DecodeLoop:
             if finished:
                 self._retire(finished)
                 progress.show(num_samples - len(self.schedule.waiting) - len(self.schedule.slots))
+        passes.leave_if_asked()
         return collect_responses(self.results, self.step.options)
 
     def _admit(self, admission: Admission) -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from common.ranks import failures, watchdog
 
 LINE_SECONDS = 10.0
 BAR_SECONDS = 0.5
+ASKED_SECONDS = 0.2
 T = TypeVar("T")
 
 
@@ -48,6 +50,7 @@ _TASK = BAR.add_task("the start")
 _run_state: dict[str, Any] = {"description": "the start", "completed": 0}  # shown between passes
 # Whether a request to stop ends a pass; in a world of several ranks they agree. None does by default.
 must_stop: Callable[[], bool] = bool
+is_asked: Callable[[], bool] = bool  # this rank alone: it need not finish work that is discarded
 
 
 def _leave_bar() -> None:
@@ -96,11 +99,25 @@ def watched(items: Iterable[T], total: int, unit: str) -> Iterator[T]:
     """
     progress = PassProgress(total, unit)
     for number, item in enumerate(items, start=1):
-        if must_stop():
-            raise Interrupted
+        leave_if_asked()
         yield item
         progress.show(number)
     BAR.update(_TASK, **_run_state)
+
+
+def leave_if_asked() -> None:
+    """Raise Interrupted, on all ranks or none. Every rank must call this."""
+    if must_stop():
+        raise Interrupted
+
+
+def finished(work: Future[T]) -> T | None:
+    """Result of a thread's work; None if this rank `is_asked` to stop before: then call `leave_if_asked`."""
+    while not work.done() and not is_asked():
+        wait([work], timeout=ASKED_SECONDS)
+    if work.done():
+        return work.result()
+    return None
 
 
 def format_seconds(seconds: float) -> str:

@@ -250,6 +250,7 @@ class Run(Stateful):
         steps done, is saved and Stopped raised, as by `checkpoint_if_due`. Every rank must enter it.
         """
         passes.must_stop = self.stop.is_asked_anywhere
+        passes.is_asked = lambda: bool(self.stop.name)
         try:
             yield
         except passes.Interrupted:
@@ -257,7 +258,7 @@ class Run(Stateful):
             self.checkpoint_if_due(self.step)
             raise
         finally:
-            passes.must_stop = bool
+            passes.must_stop = passes.is_asked = bool
 
     def _save(self, name: str, *, must_stop: bool = False) -> None:
         """Save; a failure is a warning, unless the run `must_stop`."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from common.data.packed_batch import PackedBatch
-from common.ranks import distributed, watchdog
+from common.ranks import distributed, passes, watchdog
 from common.ranks.failures import StepSkipped
 from step3_ppo.environments import KIND, Environments
 from step3_ppo.rewards.judge_reward import COSTS, JudgeReward
@@ -110,9 +110,11 @@ class Scorer:
                 raise StepSkipped(str(error)) from error
 
         with watchdog.phase("the comparison of pairs", clock="reward"):
-            preferences = distributed.run_together(compare, StepSkipped)[distributed.rank()]
+            work = in_daemon(compare, "judges")
+            preferences = distributed.run_together(lambda: passes.finished(work), StepSkipped)
+            passes.leave_if_asked()
         self.gather_costs()
-        return preferences
+        return preferences[distributed.rank()]
 
     def gather_costs(self) -> None:
         """Add the costs of all ranks' judges since the last call to `costs`. Every rank must call this."""
@@ -180,6 +182,7 @@ class PendingScores:
         if self._thread or self.scorer.environments:
             with watchdog.phase("the rewards", clock="reward"):
                 distributed.run_together(lambda: scores.update(self._finish()), StepSkipped)
+                passes.leave_if_asked()
         self.scorer.gather_costs()
         return self.scorer.add_up(scores, len(self.batches))
 
@@ -204,6 +207,6 @@ class PendingScores:
             if not self._thread:
                 return {}
             # Rewards on the device are scored here, since a thread would compete with the other roles.
-            return self._score_texts(on_device=True) | self._thread.result()
+            return self._score_texts(on_device=True) | (passes.finished(self._thread) or {})
         except RewardError as error:
             raise StepSkipped(str(error)) from error

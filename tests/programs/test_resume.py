@@ -98,6 +98,7 @@ def short_runs(tiny: Any, tokenizer: Any, folder: Path) -> dict[str, tuple[int, 
         "distill, LoRA": (3, 1, taught | {"actor_lora_dim": 4}),
         "ppo, two ranks, ZeRO 3": (3, 2, two | zero_3),
         "ppo, two ranks, ZeRO 2, bf16": (3, 2, two | zero_2),
+        "ppo, two replicas": (3, 2, two | zero_2 | {"inference_tp_size": 1}),
     }
 
 
@@ -268,6 +269,13 @@ PASSES = {
     "the export": ("sft", "common.runs.export:gather_state_dict", 1, 5, [0, 2, 4, 5]),
     "an evaluation of step 3": ("ppo", "step3_ppo.evaluation:Evaluation._sample", 2, 2, [0]),
     "a rollout": ("ppo", "step3_ppo.rollout:Rollout.collect", 2, 1, [0]),
+    "a token of a rollout": ("ppo", "common.generation.decode:DecodeStep.run", 40, 1, [0]),
+    "a token of a rollout, two ranks": (
+        "ppo, two ranks, ZeRO 3", "common.generation.decode:DecodeStep.run", 19, 1, [0],
+    ),
+    "a token of one of two ranks": (
+        "ppo, two replicas", "common.generation.decode:DecodeStep.run", 19, 1, [0],
+    ),
     "a rollout that waits": ("ppo, stale", "step3_ppo.rollout:Rollout.collect", 2, 0, [0]),
     "a rollout of two ranks": ("ppo, two ranks, ZeRO 3", "step3_ppo.rollout:Rollout.score", 3, 1, [0]),
 }  # fmt: skip

@@ -13,6 +13,8 @@ from common.generation.decode import DecodeGraphs, DecodeStep, SamplingOptions
 from common.generation.generate import Generator, PromptBatch, SlotSchedule
 from common.generation.inference_module import share_weights
 from common.models.sampling import counter_uniform, sample_tokens
+from common.ranks import passes
+from common.ranks.passes import PassProgress
 
 
 def generate(model, ids, mask, sample_ids, chosen, limits=None):
@@ -291,3 +293,46 @@ def test_rounded_shapes_and_late_looks_change_no_text(family, num_slots, tiny_mo
     assert found.response_ids.equal(expected.response_ids)
     assert found.is_finished.equal(expected.is_finished) and found.is_finished.any()
     torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("gathers", [False, True], ids=["alone", "with other ranks"])
+def test_a_request_to_stop_ends_a_batch_between_two_tokens(gathers, tiny_model_folder, monkeypatch):
+    """A rank that gathers no weights leaves alone, and all agree once; else it goes on until all leave."""
+    model, ids, mask = load_prompted(tiny_model_folder("llama"))
+    sample_ids = torch.arange(len(ids))
+    batch = PromptBatch(ids, mask, sample_ids)
+    passes_made, agreed, has_work = [], [], []
+
+    def agree_any(has_own: bool) -> float:
+        has_work.append(has_own)
+        return float(has_own or len(has_work) < 9)  # another rank is asked later
+
+    monkeypatch.setattr(passes, "is_asked", lambda: len(passes_made) >= 5)
+    monkeypatch.setattr(passes, "must_stop", lambda: agreed.append(len(passes_made)) or passes.is_asked())
+    run = DecodeStep.run
+    monkeypatch.setattr(DecodeStep, "run", lambda *args: passes_made.append(1) or run(*args))
+    generator = Generator(model, agree_any=agree_any if gathers else None)
+    with pytest.raises(passes.Interrupted):
+        generator.generate(batch, options(max_new_tokens=60))
+    made = 7 if gathers else 5 + generator._step.passes_per_check - 1
+    assert 5 <= len(passes_made) <= made and agreed == [len(passes_made)]
+    assert has_work == ([True] * 6 + [False] * 3 if gathers else [])
+    monkeypatch.setattr(passes, "is_asked", bool)
+    generator.agree_any = None
+    again = generator.generate(batch, options(max_new_tokens=6))
+    expected = Generator(model).generate(batch, options(max_new_tokens=6))
+    assert all(map(torch.equal, again, expected)), "nothing is left of the batch"
+
+
+def test_a_rank_with_a_slice_of_a_model_stays_until_its_batch_ends(tiny_model_folder, monkeypatch):
+    """Alone, it would leave the others of its group waiting in a pass."""
+    model, ids, mask = load_prompted(tiny_model_folder("llama"))
+    answers = iter([True])
+    monkeypatch.setattr(passes, "is_asked", lambda: True)
+    monkeypatch.setattr(passes, "must_stop", lambda: next(answers))
+    progress = []
+    monkeypatch.setattr(PassProgress, "show", lambda self, done: progress.append(done))
+    generator = Generator(model, tp_group=object(), use_cuda_graphs=False)
+    with pytest.raises(passes.Interrupted):
+        generator.generate(PromptBatch(ids, mask, torch.arange(len(ids))), options())
+    assert progress[-1] == len(ids) and next(answers, None) is None

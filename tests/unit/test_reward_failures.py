@@ -10,6 +10,7 @@ import pytest
 import torch
 from rollout_batches import make_rollout_batch
 
+from common.ranks import passes
 from common.ranks.failures import StepSkipped
 from step3_ppo.algorithms import ALGORITHMS
 from step3_ppo.arguments import PPOArguments
@@ -202,3 +203,40 @@ def test_a_reward_is_asked_by_one_step_at_a_time():
     threading.Timer(0.05, may_end.set).start()
     assert scores.start(batches, texts).wait({})["scores"][0].tolist() == [1.0, 2.0]
     assert most == [1, 1]
+
+
+@pytest.mark.parametrize("is_own", [True, False], ids=["this rank", "another rank"])
+def test_a_request_to_stop_does_not_wait_for_a_reward(is_own, monkeypatch):
+    """The rank that is asked leaves its question open; another one waits for its own, and they agree."""
+    may_end, pending = threading.Event(), None
+
+    def slow(answers):
+        assert may_end.wait(30)
+        return [1.0, 2.0]
+
+    scores, batches, texts = asked_of(slow)
+    pending = scores.start(batches, texts)
+    monkeypatch.setattr(passes, "is_asked", lambda: is_own)
+    monkeypatch.setattr(passes, "must_stop", lambda: True)
+    if not is_own:
+        threading.Timer(0.3, may_end.set).start()
+    with pytest.raises(passes.Interrupted):
+        pending.wait({})
+    assert may_end.is_set() != is_own
+    may_end.set()
+
+
+def test_a_request_to_stop_does_not_wait_for_a_judge(monkeypatch):
+    may_end = threading.Event()
+    judge = SimpleNamespace(prefer=lambda *_: may_end.wait(30) and [0.5], costs={})
+    scores, *_ = asked_of(lambda answers: [])
+    monkeypatch.setattr(Scorer, "judges", {"judge_m": judge})
+    monkeypatch.setattr(passes, "is_asked", lambda: True)
+    monkeypatch.setattr(passes, "must_stop", lambda: True)
+    with pytest.raises(passes.Interrupted):
+        scores.compare(["p"], ["a"], ["b"])
+    may_end.set()
+    monkeypatch.setattr(passes, "is_asked", bool)
+    monkeypatch.setattr(passes, "must_stop", bool)
+    monkeypatch.setattr(scores, "gather_costs", lambda: None)
+    assert scores.compare(["p"], ["a"], ["b"]) == {"judge_m": [0.5]}
