@@ -308,6 +308,22 @@ def test_a_pass_ends_at_once(forks, flags, finished, tmp_path, name):
     assert_same_run(tmp_path / "output", finished(variant))
 
 
+@pytest.mark.parametrize("variant", ["dpo", "kto"])
+def test_a_resumed_run_makes_no_pass_of_its_reference_again(forks, flags, finished, tmp_path, variant):
+    """Its log-probabilities come from the checkpoint: the run would be killed at the first of such a pass."""
+    stage, ranks, values = flags[variant]
+    values = values | {"output_dir": tmp_path / "output"}
+    reference = "step2_reward.reference:compute_reference"
+    killed = forks.run(stage, values, ranks=ranks, hooks=[{"at": reference, "call": 1, "do": "kill"}])
+    assert killed.codes == [KILLED], "a new run makes it"
+    term = {"at": "common.programs.single_model:Trainer.train_step", "call": 3, "do": "term"}
+    first = forks.run(stage, values, ranks=ranks, hooks=[term])
+    assert first.codes == [STOPPED], first.text()
+    again = forks.run(stage, values, ranks=ranks, hooks=[{"at": reference, "call": 1, "do": "kill"}])
+    assert again.codes == [0] and "resumes from" in again.text(), again.text()
+    assert_same_run(tmp_path / "output", finished(variant))
+
+
 def test_saved_by_the_clock_of_the_first_rank(forks, flags, finished, tmp_path):
     """Another one that runs ahead makes no rank wait for one that does not save; and it resumes as any."""
     step, ranks, values = flags["sft, two ranks, ZeRO 2"]
