@@ -235,15 +235,15 @@ def begin_tool(cls: type, description: str, parse: Callable = parse_args, **opti
     if not any(os.path.exists(path) and Path(path).is_fifo() for path in paths):
         parse(cls, description=description.splitlines()[0], problems=problems, **options)
     problems.exit_if_any()
+    # OpenMP reads it when torch is imported. Threads that spin while they wait take the cores from the ranks
+    # and programs beside them: with one of these per core a step takes up to ten times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     gc.disable()  # until the program runs: collections take a quarter of the time of its imports
 
 
 def begin_script(cls: type, description: str) -> None:
     """As `begin_tool`, for a step, which then prints what is loaded."""
     begin_tool(cls, description)
-    # OpenMP reads it when torch is imported. Threads that spin while they wait take the cores from the ranks
-    # and programs beside them: with one of these per core a step takes up to ten times as long.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     say_loading()
 
 

@@ -99,6 +99,6 @@ def test_what_is_loaded_is_said_first_and_by_one_rank(call, program):
 def test_waiting_threads_leave_the_cores_to_others_unless_told(call, tmp_path, monkeypatch, given, seen):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     (tmp_path / "torch.py").write_text("import os; raise ImportError(os.environ['OMP_WAIT_POLICY'])\n")
-    for program in STEPS:
+    for program in PROGRAMS:
         words = WORDS.get(program, ("--model_name_or_path", "m"))
         assert call(program, *words, **given).stderr.endswith(f"ImportError: {seen}\n")
