@@ -221,13 +221,12 @@ class Session:
                 show = functools.partial(self.display.add, number)
                 show(f"{conversation.name}> " if len(self.conversations) > 1 else "bot> ")
                 said = [*conversation.said, Message("user", text)]
-
-                def tell(_: int, piece: str, show: Callable[[str], None] = show) -> bool:
-                    show(piece)
-                    return is_interrupted.is_set()
-
                 try:
-                    [reply] = conversation.answerer.answer(self.with_system(said), on_text=tell)
+                    [reply] = conversation.answerer.answer(
+                        self.with_system(said),
+                        on_text=lambda _, piece, show=show: show(piece),
+                        is_gone=is_interrupted.is_set,
+                    )
                 except ValueError as error:  # the chat template rejects this conversation
                     show(f"no answer: {error}\n")
                     continue

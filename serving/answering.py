@@ -69,7 +69,7 @@ class TokenScore(NamedTuple):
     top: list[tuple[str, float]] | None
 
 
-TextCallback = Callable[[int, str], bool]  # receives (index of a response, its next text); True ends it
+TextCallback = Callable[[int, str], None]  # receives (index of a response, its next text)
 
 
 class Answerer:
@@ -102,16 +102,22 @@ class Answerer:
         self._generator = Generator(share_weights(model), use_cuda_graphs=use_cuda_graphs)
         self._next_sample_id = secrets.randbits(_SAMPLE_ID_BITS) if seed is None else 0
 
-    def answer(self, messages: Sequence[Message], *, on_text: TextCallback | None = None) -> list[str]:
+    def answer(
+        self,
+        messages: Sequence[Message],
+        *,
+        on_text: TextCallback | None = None,
+        is_gone: Callable[[], bool] = bool,
+    ) -> list[str]:
         """N responses to a conversation.
 
         A prompt that is too long is shortened (see `Template.shorten`) or truncated. A response has fewer
-        than max_new_tokens tokens if the model has too few positions. `on_text`: see `respond`.
+        than max_new_tokens tokens if the model has too few positions. `on_text`, `is_gone`: see `respond`.
         """
         limit = self.max_prompt_tokens
         segments = self._segments(self.template.shorten(tuple(messages), limit))
         prompt_ids = self.template.encode(segments, limit).input_ids
-        return [answer.text for answer in self.respond(prompt_ids, on_text=on_text)]
+        return [answer.text for answer in self.respond(prompt_ids, on_text=on_text, is_gone=is_gone)]
 
     def respond(
         self,
@@ -120,6 +126,7 @@ class Answerer:
         *,
         keeps_space: bool = False,
         on_text: TextCallback | None = None,
+        is_gone: Callable[[], bool] = bool,
     ) -> list[Answer]:
         """N responses to a prompt, which must leave room for one token (see `why_too_long`).
 
@@ -133,6 +140,7 @@ class Answerer:
                 stop=sampling.stop,
                 keeps_space=keeps_space,
                 on_text=on_text and functools.partial(on_text, number),
+                is_gone=is_gone,
             )
             for number in range(sampling.num_answers)
         ]

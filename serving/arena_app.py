@@ -113,12 +113,12 @@ class BlindPairs:
         for side, name in (("a", pair.model_a), ("b", pair.model_b)):
             model = self.models[name]
 
-            def tell(_: int, text: str, side: str = side) -> bool:
+            def tell(_: int, text: str, side: str = side) -> None:
                 emit({"event": "text", "side": side, "text": text})
-                return is_gone.is_set()
 
             try:
-                [answer] = model.respond(model.encode(pair.prompt), self.sampling, on_text=tell)
+                prompt_ids = model.encode(pair.prompt)
+                [answer] = model.respond(prompt_ids, self.sampling, on_text=tell, is_gone=is_gone.is_set)
                 if is_gone.is_set():
                     return
                 self.store.set_answer(pair.id, side, answer.text)

@@ -9,7 +9,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import FastAPI
@@ -282,7 +282,7 @@ def _respond(request: ChatRequest | CompletionRequest, model: Answerer, sampling
     kind = request.chunk_kind if request.stream else request.kind
     head = {"id": uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": request.model}
 
-    def answer(on_text: TextCallback) -> list[Answer]:
+    def answer(on_text: TextCallback | None, is_gone: Callable[[], bool]) -> list[Answer]:
         """All responses, in the order of the prompts; `on_text` receives a response's index and a chunk."""
         answers: list[Answer] = []
         for prompt_number, ids in enumerate(prompts):
@@ -291,7 +291,8 @@ def _respond(request: ChatRequest | CompletionRequest, model: Answerer, sampling
                 ids,
                 sampling,
                 keeps_space=request.keeps_space,
-                on_text=lambda number, text, first=first: on_text(first + number, text),
+                on_text=on_text and (lambda number, text, first=first: on_text(first + number, text)),
+                is_gone=is_gone,
             )
         return answers
 
@@ -299,13 +300,12 @@ def _respond(request: ChatRequest | CompletionRequest, model: Answerer, sampling
         """Emit chunks of all responses, their ends, and the usage if requested."""
         started = set()
 
-        def emit_chunk(index: int, text: str, finish: str | None = None) -> bool:
+        def emit_chunk(index: int, text: str, finish: str | None = None) -> None:
             choice = {"index": index, "finish_reason": finish} | request.chunk(text, index not in started)
             started.add(index)
             emit(_event(head | {"choices": [choice]}))
-            return is_gone.is_set()
 
-        answers = answer(emit_chunk)
+        answers = answer(emit_chunk, is_gone.is_set)
         for index, one in enumerate(answers):
             emit_chunk(index, "", one.finish_reason)
         if request.stream_options.include_usage:
@@ -315,7 +315,7 @@ def _respond(request: ChatRequest | CompletionRequest, model: Answerer, sampling
     if request.stream:
         events = stream_from_thread(stream, lambda error: _event(error_body(server_error(error), "/v1")))
         return StreamingResponse(events, media_type="text/event-stream")
-    answers = answer(lambda index, text: False)
+    answers = answer(None, bool)
     choices = []
     for index, one in enumerate(answers):
         choice = _whole_choice(model, request, prompts[index // request.n], one)

@@ -60,6 +60,7 @@ class FakeModel(Answerer):
         *,
         keeps_space: bool = False,
         on_text: TextCallback | None = None,
+        is_gone: Callable[[], bool] = bool,
     ) -> list[Answer]:
         self.asked.append(sampling)
         self.keeps_space = keeps_space
@@ -73,7 +74,9 @@ class FakeModel(Answerer):
             told = ""
             for character in text:
                 told += character
-                if on_text and on_text(number, character):
+                if on_text:
+                    on_text(number, character)
+                if is_gone():
                     reason = "cancelled"
                     break
             end = [END] if reason == "stop" else []

@@ -188,10 +188,9 @@ def test_the_streamed_answer_is_the_answer(answerer):
     ids, seeded = answerer.encode(QUESTIONS[0]), dataclasses.replace(answerer.sampling, seed=1, num_answers=3)
     texts = {0: "", 1: "", 2: ""}
 
-    def listen(number: int, text: str) -> bool:
+    def listen(number: int, text: str) -> None:
         told.append(text)
         texts[number] += text
-        return False
 
     answers = answerer.respond(ids, seeded, on_text=listen)
     plain = answerer.respond(ids, seeded)
@@ -212,7 +211,8 @@ def test_an_answer_ends_before_a_stop_text_and_is_not_drawn_further(answerer):
 
 def test_who_has_heard_enough_ends_the_answer(answerer):
     ids, told = answerer.encode(QUESTIONS[0]), []
-    [answer] = answerer.respond(ids, on_text=lambda _, text: told.append(text) or len(told) == 2)
+    listener = {"on_text": lambda _, text: told.append(text), "is_gone": lambda: len(told) == 2}
+    [answer] = answerer.respond(ids, **listener)
     assert answer.finish_reason == "cancelled" and answer.text == "".join(told) and len(told) == 2
     assert len(answer.token_ids) < 12
 
