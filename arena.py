@@ -35,6 +35,10 @@ class ArenaArguments(SamplingArguments):
     )
     max_request_bytes: int = flag(2**20, "reject longer requests without reading them", low=1)
     max_new_tokens: int = flag(256, "maximum tokens of an answer", low=1)
+    max_seq_len: int = flag(
+        8192, "maximum tokens of prompt and answer, or the model's limit if less; 0: that", low=0
+    )
+    generation_slots: int = flag(32, "answers of a model generated at once; fewer need less memory", low=1)
 
 
 @dataclass
@@ -112,7 +116,11 @@ def serve(argv: list[str]) -> None:
     sampling = Sampling(args.max_new_tokens, args.temperature, args.top_k, args.top_p)
     with startup.as_problem(problems):
         store = JudgementStore(Path(args.db))
-        models = {name: load_answerer(path, templates[name], args, sampling) for name, path in paths.items()}
+        limits = {"max_length": args.max_seq_len, "max_slots": args.generation_slots}
+        models = {
+            name: load_answerer(path, templates[name], args, sampling, **limits)
+            for name, path in paths.items()
+        }
     app = create_app(
         BlindPairs(models, store, sampling, prompts=prompts),
         max_request_bytes=args.max_request_bytes,

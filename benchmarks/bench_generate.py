@@ -10,6 +10,7 @@ Sections; the ways of each take turns in one run:
   fixed   the same prompts, 32 tokens each
   zero3   the chat prompts on two ranks of ZeRO 3: generate on sharded weights, generate on gathered ones
           (a plain module, no hooks), the hybrid engine with its switch
+  server  32 clients in threads, 16 tokens each, of a server that answers one by one, and together
   single  the first prompt only: the weights' bytes per token times tokens/s, over copy bandwidth
 The model is a random Llama (6 layers, hidden 256, vocabulary 8192, fp32; with --model smollm2, the default on
 a GPU, SmolLM2-135M's shape; zero3 needs two GPUs). Response lengths are prescribed, as if EOS were at that
@@ -22,6 +23,7 @@ position, because random weights do not produce meaningful EOS tokens. The last 
 import copy
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,6 +52,7 @@ from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator, PromptBatch
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
 from common.generation.inference_module import share_weights
+from common.generation.request_loop import Request, SharedGenerator
 from common.models.loading import DTYPES
 from common.models.model_flops import ModelFlops
 from common.ranks import distributed
@@ -59,6 +62,7 @@ NUM_PROMPTS = 64
 PROMPT_TOKENS = (8, 64)
 FIXED_TOKENS = 32
 QUICK_PROMPTS, QUICK_TOKENS = 8, 16
+CLIENTS = ((32, 16), (4, 4))  # and tokens of each; the second with --quick
 COPIED_BYTES = (2**28, 2**24)  # the second with --quick
 BATCH_SIZES = (8, 16, 32, 64)
 SLOTS = (16, 64)
@@ -215,6 +219,28 @@ def run_single(model: Any, work: Workload, num_runs: int, *, is_quick: bool) -> 
     return {"rates": rates, "copy_gb_per_second": round(bandwidth / 1e9, 2), "copy_share": share}
 
 
+def run_server(model: Any, num_runs: int, *, is_quick: bool) -> dict[str, Any]:
+    """Rates of clients whose requests share the slots, and of clients who wait for one another."""
+    num_clients, num_tokens = CLIENTS[is_quick]
+    options = SamplingOptions(num_tokens, stop_token_id=-1, pad_token_id=PAD)
+
+    def serve(shared: SharedGenerator) -> None:
+        def ask(client: int) -> None:
+            shared.run(Request([*range(1, 9 + client % 8)], [client], options, lambda *_: False, 1))
+
+        with ThreadPoolExecutor(num_clients) as threads:
+            list(threads.map(ask, range(num_clients)))
+
+    ways = {}
+    for name, max_slots in {"one by one": 1, "ours, together": num_clients}.items():
+        limits = {"max_slots": max_slots, "max_length": 64, "max_new_tokens": num_tokens}
+        shared = SharedGenerator(share_weights(model), **limits)
+        ways[name] = lambda shared=shared: num_clients * num_tokens / timed(serve, shared)
+    rates = take_turns(ways, num_runs)
+    ratio = print_rates(f"server: {num_clients} clients, {num_tokens} tokens each", rates, "one by one")
+    return {"rates": rates, "ratio": ratio}
+
+
 def run_zero3_rank(engine: Any, num_runs: int, is_quick: bool) -> Rates:
     """Rates of two ranks together: three ways to generate with weights sharded by ZeRO 3."""
     engine.eval()
@@ -271,6 +297,7 @@ def main() -> None:
     results = {"chat": compare(model, work, args.runs, title, with_deepspeed=True)}
     title = f"fixed: {len(lengths)} prompts, {FIXED_TOKENS} tokens each"
     results["fixed"] = compare(model, fixed, args.runs, title, with_deepspeed=False)
+    results["server"] = run_server(model, args.runs, is_quick=args.quick)
     results["single"] = run_single(model, work, args.runs, is_quick=args.quick)
     if torch.cuda.device_count() != 1:
         results["zero3"] = run_zero3(model, args.runs, is_quick=args.quick)

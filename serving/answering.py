@@ -5,10 +5,10 @@
 
 import dataclasses
 import functools
+import itertools
 import random
 import secrets
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +27,8 @@ from common.data.tokenizer import num_token_ids
 from common.flags.args import Problems
 from common.generation.decode import SamplingOptions
 from common.generation.decode_probe import why_not_generated
-from common.generation.generate import Generator, PromptBatch
 from common.generation.inference_module import share_weights
+from common.generation.request_loop import Request, SharedGenerator, device_turn
 from common.models.loading import ModelOptions, compute_hidden, length_limit, load_causal_lm
 from common.models.lora import trained_weights
 from common.models.model_inputs import build_model_inputs
@@ -45,7 +45,6 @@ _ENDLESS_POSITIONS = 4096  # length limit of a model without one (ALiBi); enough
 _MAX_CHARACTERS = 32  # maximum mean per token; a longer text is rejected before it is tokenised
 _SAMPLE_ID_BITS = 48
 _POSITIONS_AT_A_TIME = 128  # whose logits are in memory at once
-_device_lock = threading.Lock()  # the device computes for one request at a time, over all models
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Answerer:
 
     The key/value cache is kept between calls, and so is the count of responses, which seeds their random
     numbers: with the same `seed` the same sequence of calls gives the same responses, and a repeated question
-    gets a new one. `max_length` limits the tokens of prompt and response together.
+    gets a new one. `max_length` limits the tokens of prompt and response together. Several threads may call.
     """
 
     def __init__(
@@ -87,20 +86,31 @@ class Answerer:
         sampling: Sampling,
         *,
         seed: int | None = None,
+        max_length: int = 0,
+        max_slots: int = 0,
         use_cuda_graphs: bool = True,
     ) -> None:
-        """Without `seed`, every Answerer has different random numbers."""
+        """Without `seed`, every Answerer has different random numbers. At most `max_slots` responses are
+        generated at once; 0: those of one request. `max_length` 0: as long as the model allows.
+        """
         self.model = model
         self.template = template
         self.tokenizer = template.tokenizer
         self.num_token_ids = num_token_ids(self.tokenizer)
-        self.max_length, _ = length_limit(model.config, _ENDLESS_POSITIONS)
+        limit, _ = length_limit(model.config, _ENDLESS_POSITIONS)
+        self.max_length = min(limit, max_length or limit)
         num_new = max(min(sampling.max_new_tokens, self.max_length - _MIN_PROMPT_TOKENS), 1)
         self.sampling = dataclasses.replace(sampling, max_new_tokens=num_new)
         self.max_prompt_tokens = self.max_length - num_new
         self._seed = seed or 0
-        self._generator = Generator(share_weights(model), use_cuda_graphs=use_cuda_graphs)
-        self._next_sample_id = secrets.randbits(_SAMPLE_ID_BITS) if seed is None else 0
+        self._sample_ids = itertools.count(secrets.randbits(_SAMPLE_ID_BITS) if seed is None else 0)
+        self._shared = SharedGenerator(
+            share_weights(model),
+            max_slots=max_slots or sampling.num_answers,
+            max_length=self.max_length,
+            max_new_tokens=num_new,
+            use_cuda_graphs=use_cuda_graphs,
+        )
 
     def answer(
         self,
@@ -131,7 +141,8 @@ class Answerer:
         """N responses to a prompt, which must leave room for one token (see `why_too_long`).
 
         White space around a response is stripped unless `keeps_space`. `on_text` receives the texts in chunks
-        that add up to the responses. Waits until other requests' responses are finished.
+        that add up to the responses; `is_gone` is asked at each token whether to end them. Requests of
+        several threads are generated together; each gets the responses that it would get alone.
         """
         sampling = sampling or self.sampling
         streams = [
@@ -144,14 +155,13 @@ class Answerer:
             )
             for number in range(sampling.num_answers)
         ]
-        if sampling.max_new_tokens:
-            with _device_lock:
-                self._generate(prompt_ids, sampling, streams)
+        if sampling.max_new_tokens and not is_gone():
+            self._generate(prompt_ids, sampling, streams)
         return [stream.finish() for stream in streams]
 
     def _generate(self, prompt_ids: list[int], sampling: Sampling, streams: list[TextStream]) -> None:
         options = SamplingOptions(
-            max_new_tokens=self.sampling.max_new_tokens,
+            min(sampling.max_new_tokens, self.sampling.max_new_tokens, self.max_length - len(prompt_ids)),
             stop_token_id=self.tokenizer.eos_token_id,
             pad_token_id=self.tokenizer.pad_token_id,
             num_valid_tokens=self.num_token_ids,
@@ -161,22 +171,17 @@ class Answerer:
             do_sample=sampling.temperature > 0,
             seed=self._seed if sampling.seed is None else sampling.seed,
         )
-        first_id = 0
+        sample_ids = range(len(streams))
         if sampling.seed is None:
-            first_id = self._next_sample_id
-            self._next_sample_id += sampling.num_answers
-        # A longer conversation needs a larger cache block: powers of two, so that few turns allocate one.
-        power_of_two = 1 << (len(prompt_ids) + options.max_new_tokens - 1).bit_length()
-        self._generator.max_length = min(power_of_two, self.max_length)
-        limit = min(sampling.max_new_tokens, options.max_new_tokens, self.max_length - len(prompt_ids))
-        ids = torch.tensor([prompt_ids], device=distributed.device())
-        sample_ids = torch.arange(first_id, first_id + sampling.num_answers, device=ids.device)
-        mask = torch.ones_like(ids, dtype=torch.bool)
-        self._generator.generate(
-            PromptBatch(ids, mask, sample_ids, torch.full_like(sample_ids, limit)),
+            sample_ids = itertools.islice(self._sample_ids, len(streams))
+        request = Request(
+            prompt_ids,
+            list(sample_ids),
             options,
-            on_tokens=lambda number, token_ids: streams[number].add(token_ids),
+            on_token=lambda index, token_id: streams[index].add([token_id]),
+            num_open=len(streams),
         )
+        self._shared.run(request)
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a whole conversation, up to the start of the response, or to the end of a last message
@@ -233,7 +238,7 @@ class Answerer:
     def score(self, token_ids: list[int], num_top: int) -> list[TokenScore]:
         """T scores in fp32 at temperature 1, each with the `num_top` (below V) likeliest tokens.
 
-        Waits until other requests' responses are finished.
+        Computes between two passes of other requests.
         """
         decode = self.tokenizer.decode
         ids = torch.tensor(token_ids)
@@ -242,13 +247,13 @@ class Answerer:
         logits_of = read_logit_transform(self.model.config).transform
         head = self.model.get_output_embeddings()
         numbers: list[tuple[float, list[float], list[int]]] = []  # logprob, top logprobs, top ids
-        with _device_lock:
+        with device_turn():
             hidden = compute_hidden(self.model, inputs)[slots].split(_POSITIONS_AT_A_TIME)  # (T - 1, H)
             for states, expected in zip(hidden, ids[1:, None].split(_POSITIONS_AT_A_TIME), strict=True):
                 logprobs = logits_of(head(states).float())[:, : self.num_token_ids].log_softmax(-1).cpu()
                 columns = logprobs.gather(1, expected)[:, 0], *logprobs.topk(num_top)
                 numbers += zip(*(column.tolist() for column in columns), strict=True)
-        # Tokens are decoded outside the lock, so that other requests can use the device.
+        # Tokens are decoded outside the turn, so that other requests can use the device.
         scores = [TokenScore(decode(token_ids[:1]), None, None)]
         for token_id, (logprob, values, likeliest) in zip(token_ids[1:], numbers, strict=True):
             top = [(decode([i]), value) for i, value in zip(likeliest, values, strict=True)]
@@ -319,9 +324,12 @@ def load_template(
 
 
 def load_answerer(
-    path: str, template: Template, args: AnsweringArguments, sampling: Sampling, *, seed: int | None = None
+    path: str, template: Template, args: AnsweringArguments, sampling: Sampling, **limits: int | None
 ) -> Answerer:
-    """The model at `path`, ready to respond. Raises ValueError if its weights cannot be loaded."""
+    """The model at `path`, ready to respond; `limits`: those of Answerer, and its `seed`.
+
+    Raises ValueError if its weights cannot be loaded.
+    """
     startup.print_note(*startup.resolve_dtype(args))
     base = base_of(path)
     options = ModelOptions(
@@ -334,9 +342,7 @@ def load_answerer(
     if base != path:
         model = merge_adapter(model, path)
     uses_graphs = not args.no_cuda_graphs
-    return Answerer(
-        model.to(distributed.device()), template, sampling, seed=seed, use_cuda_graphs=uses_graphs
-    )
+    return Answerer(model.to(distributed.device()), template, sampling, use_cuda_graphs=uses_graphs, **limits)
 
 
 def merge_adapter(model: PreTrainedModel, path: str) -> PreTrainedModel:

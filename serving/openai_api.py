@@ -10,9 +10,10 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from starlette.concurrency import run_in_threadpool
@@ -27,7 +28,7 @@ MAX_STOPS = 4
 MAX_LOGPROBS = 20
 MAX_PROMPTS = 256  # per request
 MAX_STOP_CHARACTERS = 256  # each token is compared with all prefixes of a stop text
-MAX_WAITING = 16  # requests that occupy one of the server's 40 threads; others wait without a thread
+MAX_WAITING = 32  # requests that occupy one of the server's 40 threads; others wait without a thread
 # Fields that identify the client, or configure tool calls.
 _IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 # Values, besides 0 and empty ones, that disable an unsupported field.
@@ -205,7 +206,7 @@ class CompletionRequest(_Request):
             "top_logprobs": [token.top and dict(token.top) for token in tokens]
             if self.num_logprobs
             else None,
-            "text_offset": [sum(lengths[:index]) for index in range(len(lengths))],
+            "text_offset": [*accumulate(lengths, initial=0)][:-1],
         }
 
     def whole(self, text: str) -> dict[str, Any]:
@@ -242,22 +243,34 @@ def add_openai_routes(app: FastAPI, models: Mapping[str, Answerer], default: Sam
         """List the served models."""
         return {"object": "list", "data": [describe(name) for name in models]}
 
-    async def respond(request: ChatRequest | CompletionRequest) -> Response:
+    async def respond(body: ChatRequest | CompletionRequest, request: Request) -> Response:
         """Respond in a thread, leaving enough threads for other requests."""
-        describe(request.model)
-        sampling = request.sampling(default)
-        async with waiting:
-            return await run_in_threadpool(_respond, request, models[request.model], sampling)
+        describe(body.model)
+        is_gone = threading.Event()
+        watching = asyncio.create_task(_wait_for_disconnect(request, is_gone))
+        try:
+            async with waiting:
+                model = models[body.model]
+                return await run_in_threadpool(_respond, body, model, body.sampling(default), is_gone.is_set)
+        finally:
+            watching.cancel()
 
     @app.post("/v1/chat/completions")
-    async def chat(body: ChatRequest) -> Response:
+    async def chat(body: ChatRequest, request: Request) -> Response:
         """Respond to a conversation."""
-        return await respond(body)
+        return await respond(body, request)
 
     @app.post("/v1/completions")
-    async def complete(body: CompletionRequest) -> Response:
+    async def complete(body: CompletionRequest, request: Request) -> Response:
         """Continue texts or token ids."""
-        return await respond(body)
+        return await respond(body, request)
+
+
+async def _wait_for_disconnect(request: Request, is_gone: threading.Event) -> None:
+    """Set the event when the client of a request, whose body has been read, disconnects."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    is_gone.set()
 
 
 def _encode(model: Answerer, request: ChatRequest | CompletionRequest) -> list[list[int]]:
@@ -276,7 +289,12 @@ def _encode(model: Answerer, request: ChatRequest | CompletionRequest) -> list[l
     return prompts
 
 
-def _respond(request: ChatRequest | CompletionRequest, model: Answerer, sampling: Sampling) -> Response:
+def _respond(
+    request: ChatRequest | CompletionRequest,
+    model: Answerer,
+    sampling: Sampling,
+    is_gone: Callable[[], bool],
+) -> Response:
     """The HTTP response with all responses of the model, complete or streamed. Raises RejectedRequest."""
     prompts = _encode(model, request)
     kind = request.chunk_kind if request.stream else request.kind
@@ -315,7 +333,7 @@ def _respond(request: ChatRequest | CompletionRequest, model: Answerer, sampling
     if request.stream:
         events = stream_from_thread(stream, lambda error: _event(error_body(server_error(error), "/v1")))
         return StreamingResponse(events, media_type="text/event-stream")
-    answers = answer(None, bool)
+    answers = answer(None, is_gone)
     choices = []
     for index, one in enumerate(answers):
         choice = _whole_choice(model, request, prompts[index // request.n], one)

@@ -82,10 +82,9 @@ class TextStream:
     def _decode_fewer(self, text: str) -> None:
         """Leave out the first of the tokens that are decoded together to `text`: theirs will not change."""
         latest = len(self.token_ids) - _MIN_DECODED
-        for first in range(latest, latest - _CHARACTER_TOKENS, -1):
-            end = self._decode(first)
-            if text.endswith(end):  # `first` is not in the middle of a character
-                break
+        candidates = range(latest, latest - _CHARACTER_TOKENS, -1)  # one is not in the middle of a character
+        first = next((first for first in candidates if text.endswith(self._decode(first))), latest)
+        end = self._decode(first)
         num_before = len(text) - len(end)
         self._held += text[self._num_told : num_before]
         self._num_told = max(self._num_told - num_before, 0)
@@ -96,9 +95,8 @@ class TextStream:
         if self.is_stopped or self.is_gone():
             return
         held = self._held + last_text[self._num_told :]
-        num_spaces = 0  # before the response, if there are more than the last tokens
-        if not self.text and not self.keeps_space:
-            num_spaces = len(held) - len(held.lstrip())
+        is_stripped = not self.text and not self.keeps_space
+        num_spaces = is_stripped * (len(held) - len(held.lstrip()))  # before the response
         begin = max(self._num_compared, num_spaces)
         stops = [index for stop in self.stop if (index := held.find(stop, begin)) >= 0]
         if stops:

@@ -16,7 +16,7 @@ from torch import nn
 
 from common.generation.kv_cache import SLOT_ATTENTION, SlotCache
 from common.models.loading import build_position_ids, forward_accepts, plain_model
-from common.models.sampling import counter_uniform, sample_tokens
+from common.models.sampling import Sample, counter_uniform, sample_tokens
 from common.ranks import distributed
 from common.ranks.failures import first_line, is_out_of_memory, say
 
@@ -39,6 +39,18 @@ class SamplingOptions:
     top_p: float = 1.0
     do_sample: bool = True
     seed: int = 0
+
+    def sample(self, logits: torch.Tensor, uniforms: torch.Tensor) -> Sample:
+        """Sample a token for each row of logits (n, V) by its uniform (n,)."""
+        return sample_tokens(
+            logits,
+            uniforms,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            do_sample=self.do_sample,
+            num_valid_tokens=self.num_valid_tokens,
+        )
 
 
 @dataclass
@@ -83,18 +95,16 @@ class DecodeState:
         prompt_lengths: torch.Tensor,
         limits: torch.Tensor,
         sample_ids: torch.Tensor,
-        seed: int,
+        seed: int | torch.Tensor,
     ) -> None:
-        """Put new sequences into the slots from `first` on; all tensors are (m,) int64."""
+        """Put new sequences into the slots from `first` on; tensors are (m,) int64, that of seeds (m, 1)."""
         slots = slice(first, first + len(sample_ids))
         self.lengths[slots], self.limits[slots] = prompt_lengths, limits
         self.num_sampled[slots] = 0
         self.given_ids[slots] = -1
         self.is_live[slots], self.is_stopped[slots] = True, False
-        columns = self.uniforms.shape[1]
-        positions = torch.arange(columns, device=sample_ids.device).repeat(len(sample_ids))
-        uniforms = counter_uniform(seed, sample_ids.repeat_interleave(columns), positions)
-        self.uniforms[slots] = uniforms.view(-1, columns)
+        positions = torch.arange(self.uniforms.shape[1], device=sample_ids.device)
+        self.uniforms[slots] = counter_uniform(seed, sample_ids.unsqueeze(1), positions)
 
     def continue_with(self, slot: int, count: int, token_ids: Sequence[int]) -> None:
         """Continue a sequence that stopped after `count` tokens with tokens of the environment."""
@@ -107,17 +117,17 @@ class DecodeState:
         """Sample the next token of the sequences in `slots` from logits (n, V), or use the given token with
         log-probability 0. Finished sequences do not change.
         """
+        self.append(slots, options.sample(logits, self.next_uniforms(slots)), options.stop_token_id)
+
+    def next_uniforms(self, slots: slice) -> torch.Tensor:
+        """Uniforms (n,) of the next tokens."""
+        return self.uniforms[slots].gather(1, self.num_sampled[slots].unsqueeze(1)).squeeze(1)
+
+    def append(self, slots: slice, sample: Sample, stop_token_id: int) -> None:
+        """Append the tokens of `sample`, see there."""
         row = {name: tensor[slots] for name, tensor in vars(self).items()}
         columns = row["num_sampled"].unsqueeze(1)
-        token_ids, logprobs, log_kept = sample_tokens(
-            logits,
-            row["uniforms"].gather(1, columns).squeeze(1),
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            do_sample=options.do_sample,
-            num_valid_tokens=options.num_valid_tokens,
-        )
+        token_ids, logprobs, log_kept = sample
         given_ids = row["given_ids"].gather(1, columns).squeeze(1)
         is_given = given_ids >= 0
         token_ids = torch.where(is_given, given_ids, token_ids)
@@ -129,7 +139,7 @@ class DecodeState:
         row["last_ids"].copy_(token_ids)
         is_live = row["is_live"]
         row["num_sampled"].add_(is_live)
-        is_stop = (token_ids == options.stop_token_id) & ~is_given  # the environment's tokens may include it
+        is_stop = (token_ids == stop_token_id) & ~is_given  # the environment's tokens may include it
         row["is_stopped"].logical_or_(is_stop & is_live)
         is_live.logical_and_(~is_stop & (row["num_sampled"] < row["limits"]))
 
@@ -137,27 +147,30 @@ class DecodeState:
 class DecodeGraphs:
     """CUDA graphs by (rows, positions, sampling options), valid while the weights keep their addresses.
 
+    Options are None for passes that do not sample.
+
     `group`: the ranks of a tensor-parallel model, None for a single rank. They drop their graphs together:
     a rank that still has a graph would not join the collectives of the warm-up pass before a capture.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         self.model, self.group = model, group
-        self.graphs: dict[tuple[int, int, SamplingOptions], torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[tuple[int, int, SamplingOptions | None], torch.cuda.CUDAGraph] = {}
         self.is_capturable = True
         self._addresses: list[int] = []
         self._pool: object | None = None
         self._stream: torch.cuda.Stream | None = None
         distributed.RELEASED_AT_STOP.add(self)
 
-    def begin(self, options: SamplingOptions) -> None:
+    def begin(self, options: SamplingOptions | None) -> None:
         """Prepare for a generation; drop the graphs if a weight has moved or there are too many options."""
         addresses = [parameter.data_ptr() for parameter in self.model.parameters()]
         has_moved = addresses != self._addresses
         self._addresses = addresses
         if self.group is not None:
             has_moved = bool(distributed.max_float(has_moved, self.group))
-        self._options = dataclasses.replace(options, seed=0)  # the seed is used before a pass, not in it
+        # The seed is used before a pass, not in it.
+        self._options = options and dataclasses.replace(options, seed=0)
         known = {key[2] for key in self.graphs}
         if has_moved or (len(known) == _MAX_CACHED_SAMPLINGS and self._options not in known):
             self.release()
@@ -182,7 +195,10 @@ class DecodeGraphs:
             run_pass(rows, upto)
 
     def _capture(
-        self, key: tuple[int, int, SamplingOptions], run_pass: Callable[[], None], state: list[torch.Tensor]
+        self,
+        key: tuple[int, int, SamplingOptions | None],
+        run_pass: Callable[[], None],
+        state: list[torch.Tensor],
     ) -> None:
         """Capture a pass; clear `is_capturable` if that is impossible because the pass synchronizes with the
         device or copies to it.
@@ -244,9 +260,13 @@ class DecodeStep:
         # Passes between two checks for finished sequences: each check synchronizes with the device.
         self.passes_per_check = 4 if device.type == "cuda" else 1
         self._graphs = graphs if device.type == "cuda" else None
+        self.logits = torch.empty(0, device=device)  # (S, V) of the last pass if that does not sample
 
-    def begin(self, options: SamplingOptions) -> None:
-        """Prepare for a generation; the weights may have moved since the last one."""
+    def begin(self, options: SamplingOptions | None) -> None:
+        """Prepare for a generation; the weights may have moved since the last one.
+
+        Without options, a pass does not sample: it leaves `logits`.
+        """
         self.options = options
         if self._graphs:
             self._graphs.begin(options)
@@ -266,7 +286,10 @@ class DecodeStep:
             inputs["position_ids"] = build_position_ids(mask)
         if self._keeps_logits:
             inputs["logits_to_keep"] = 1
-        return self.model(**inputs).logits[:, -1]
+        logits = self.model(**inputs).logits[:, -1]
+        if self.options is None and not len(self.logits):  # outside graphs: its address stays
+            self.logits = logits.new_empty(self.cache.num_slots, logits.shape[1])
+        return logits
 
     def has_room(self, num_slots: int, max_length: int, max_new_tokens: int) -> bool:
         """Whether the cache and the state are large enough."""
@@ -304,7 +327,10 @@ class DecodeStep:
             inputs["slot_lengths"] = (positions + 1).to(torch.int32)
         logits = self.model(**inputs).logits[:, -1]
         positions.add_(state.is_live[:num_rows])
-        state.sample(slots, logits, self.options)
+        if self.options is None:
+            self.logits[slots] = logits
+        else:
+            state.sample(slots, logits, self.options)
 
     def _build_mask(self, positions: torch.Tensor, upto: int) -> Any:
         """Mask of each row over the first `upto` positions, in the form that the model expects."""

@@ -6,17 +6,16 @@ ranks.
 # B prompts, N samples per prompt, P prompt tokens, R response tokens, S slots, m new rows, V vocabulary
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from common.generation.decode import DecodeGraphs, DecodeState, DecodeStep, SamplingOptions
-from common.generation.kv_cache import SlotCache
+from common.generation.kv_cache import PADDING_WORTH_A_PASS, Admission, SlotCache, SlotSchedule
 from common.ranks import passes
 from common.ranks.passes import PassProgress
 
@@ -28,11 +27,6 @@ TurnCallback = Callable[[list[tuple[int, list[int]]]], list[list[int] | None]]
 
 DEFAULT_SLOTS = 128
 PREFILL_TOKENS = 4096  # prompt tokens per prefill pass: more would only use memory
-# Cost of an additional pass in tokens, by device: less padding than this is cheaper than another pass. The
-# value for a GPU is an estimate, not measured.
-_PADDING_WORTH_A_PASS = {"cpu": 32, "cuda": 512}
-# Prompts wait until 1/8 of the slots are free: fewer and larger prefill passes; an empty slot costs little.
-_FREE_SHARE_BEFORE_REFILL = 1 / 8
 
 
 class PromptBatch(NamedTuple):
@@ -123,105 +117,27 @@ class Generator:
             num_samples=batch.num_samples,
             num_slots=num_slots,
             max_tokens_per_pass=PREFILL_TOKENS,
-            max_padding_per_pass=_PADDING_WORTH_A_PASS[device.type],
+            max_padding_per_pass=PADDING_WORTH_A_PASS[device.type],
         )
         length = max(max(lengths) + options.max_new_tokens, self.max_length)
         # Inference mode is 10% faster on a CPU; DeepSpeed's gathering hooks do not run in it.
         with torch.no_grad() if self.agree_any else torch.inference_mode():
-            if self._step is None or not self._step.has_room(num_slots, length, options.max_new_tokens):
-                self.release()  # free the memory before the new allocation
-                state = DecodeState.build(num_slots, options.max_new_tokens, device)
-                self._step = DecodeStep(self.model, SlotCache(num_slots, length), state, self._graphs)
-            self._step.begin(options)
-            loop = _DecodeLoop(self._step, schedule, batch, self.agree_any, on_tokens, on_turns)
+            step = self.prepare(num_slots, length, options.max_new_tokens, device)
+            step.begin(options)
+            loop = DecodeLoop(step, schedule, batch, self.agree_any, on_tokens, on_turns)
             tensors = loop.run(can_leave=self.can_leave)
         return Generation(*(tensor.clone() for tensor in tensors))  # a loss cannot use inference tensors
 
-
-class Admission(NamedTuple):
-    """One batch of samples that enter the slots after the live ones."""
-
-    samples: list[int]
-    prompts: list[int]  # prefilled in one pass, longest first
-    prompt_slots: list[int]  # slots of their keys and values
-    copies: list[tuple[int, int]]  # (slot with the same prompt, slot)
-
-
-class SlotSchedule:
-    """Assigns samples to slots. Sample i continues prompt i // num_samples.
-
-    Live sequences fill the slots 0 .. n - 1 without gaps: when one leaves, the last moves into its slot.
-    Samples wait in descending order of prompt length, so that the prompts of one pass need little padding.
-    """
-
-    def __init__(
-        self,
-        prompt_lengths: list[int],
-        *,
-        num_samples: int,
-        num_slots: int,
-        max_tokens_per_pass: int,
-        max_padding_per_pass: int = _PADDING_WORTH_A_PASS["cpu"],
-    ) -> None:
-        self.prompt_lengths, self.num_samples = prompt_lengths, num_samples
-        self.num_slots = num_slots
-        self.max_tokens_per_pass = max_tokens_per_pass
-        self.max_padding_per_pass = max_padding_per_pass
-        order = sorted(range(len(prompt_lengths)), key=lambda prompt: -prompt_lengths[prompt])
-        self.waiting = deque(p * num_samples + k for p in order for k in range(num_samples))
-        self.slots: list[int] = []  # sample of each live slot
-
-    def should_admit(self) -> bool:
-        """Whether to prefill new prompts now, instead of adding a token to the live sequences."""
-        num_free = self.num_slots - len(self.slots)
-        if not self.waiting or not num_free:
-            return False
-        worthwhile = max(int(self.num_slots * _FREE_SHARE_BEFORE_REFILL), 1)
-        return not self.slots or num_free >= min(worthwhile, len(self.waiting))
-
-    def has_waiting_sibling(self, prompt: int) -> bool:
-        """Whether more samples of a prompt wait; they would be at the head of the queue."""
-        return bool(self.waiting) and self.waiting[0] // self.num_samples == prompt
-
-    def admit(self) -> Admission:
-        """Admit the samples that fit into the free slots and into one pass; at least one must be waiting."""
-        admission = Admission([], [], [], [])
-        slot_with = {sample // self.num_samples: slot for slot, sample in enumerate(self.slots)}
-        padding, width = 0, 0
-        while self.waiting and len(self.slots) < self.num_slots:
-            sample = self.waiting[0]
-            prompt = sample // self.num_samples
-            slot = len(self.slots)
-            if prompt in slot_with:
-                admission.copies.append((slot_with[prompt], slot))
-            else:
-                width = width or self.prompt_lengths[prompt]
-                padding += width - self.prompt_lengths[prompt]
-                num_tokens = width * (len(admission.prompts) + 1)
-                is_full = num_tokens > self.max_tokens_per_pass or padding > self.max_padding_per_pass
-                if admission.prompts and is_full:
-                    break
-                admission.prompts.append(prompt)
-                admission.prompt_slots.append(slot)
-                slot_with[prompt] = slot
-            self.slots.append(self.waiting.popleft())
-            admission.samples.append(sample)
-        return admission
-
-    def retire(self, finished: list[int]) -> list[tuple[int, int]]:
-        """Empty these slots; return (from, to) of the sequences that must move to close the gaps."""
-        num_left = len(self.slots) - len(finished)
-        finished_slots = set(finished)
-        holes = [slot for slot in finished if slot < num_left]
-        movers = [slot for slot in range(num_left, len(self.slots)) if slot not in finished_slots]
-        moves = list(zip(movers, holes, strict=True))
-        for source, target in moves:
-            self.slots[target] = self.slots[source]
-        del self.slots[num_left:]
-        return moves
+    def prepare(self, num_slots: int, length: int, max_new_tokens: int, device: torch.device) -> DecodeStep:
+        """The step, with a cache of at least this size."""
+        if self._step is None or not self._step.has_room(num_slots, length, max_new_tokens):
+            self.release()  # free the memory before the new allocation
+            state = DecodeState.build(num_slots, max_new_tokens, device)
+            self._step = DecodeStep(self.model, SlotCache(num_slots, length), state, self._graphs)
+        return self._step
 
 
-class _DecodeLoop:
+class DecodeLoop:
     """One call of `generate`, from the first prompt to the last token."""
 
     def __init__(
@@ -257,22 +173,35 @@ class _DecodeLoop:
         while agree_any(
             bool(self.schedule.waiting or self.schedule.slots) and not (can_leave and passes.is_asked())
         ):
-            if self.schedule.should_admit():
-                self._admit(self.schedule.admit())
-            elif self.schedule.slots:
-                self._decode()
-            else:
-                self._run_dummy_pass()
-            finished = self._finished_slots()
-            if self.on_turns and finished:
-                samples = {slot: self.schedule.slots[slot] for slot in finished}
-                continued = continue_turns(self.step.state, samples, self.on_turns)
-                finished = [slot for slot in finished if slot not in continued]
-            if finished:
-                self._retire(finished)
+            if self.advance():
                 progress.show(num_samples - len(self.schedule.waiting) - len(self.schedule.slots))
         passes.leave_if_asked()
         return collect_responses(self.results, self.step.options)
+
+    def advance(self) -> bool:
+        """Run one pass; return whether samples have left their slots."""
+        if self.schedule.should_admit():
+            self._admit(self.schedule.admit())
+        elif self.schedule.slots:
+            self._decode()
+        else:
+            self._run_dummy_pass()
+        finished = self._finished_slots()
+        if self.on_turns and finished:
+            samples = {slot: self.schedule.slots[slot] for slot in finished}
+            continued = continue_turns(self.step.state, samples, self.on_turns)
+            finished = [slot for slot in finished if slot not in continued]
+        if finished:
+            self._retire(finished)
+        return bool(finished)
+
+    def _locate(self, admission: Admission) -> tuple[PromptBatch, Sequence[int], Sequence[int], Any]:
+        """(A batch, rows of the new prompts in it, rows of the new samples, seed or seeds (m, 1))."""
+        return self.batch, admission.prompts, admission.samples, self.step.options.seed
+
+    def _sample(self, slots: slice, logits: torch.Tensor) -> None:
+        """Sample the next tokens from logits (m, V)."""
+        self.step.state.sample(slots, logits, self.step.options)
 
     def _admit(self, admission: Admission) -> None:
         """Prefill the new prompts, copy their cache to the other samples, and sample every first token."""
@@ -280,15 +209,16 @@ class _DecodeLoop:
         schedule = self.schedule
         prompts = [sample // schedule.num_samples for sample in admission.samples]
         lengths = [schedule.prompt_lengths[prompt] for prompt in prompts]
+        batch, rows, samples, seed = self._locate(admission)
         rows, slots, samples, prompt_lengths, sources, targets = self._to_device(
-            new, admission.prompt_slots, admission.samples, lengths, *_columns(admission.copies)
+            rows, admission.prompt_slots, samples, lengths, *_columns(admission.copies)
         )
         if new:
             widths = [schedule.prompt_lengths[prompt] for prompt in new]
             width = max(widths)
             has_padding = min(widths) < max(widths)
-            ids = self.batch.prompt_ids[rows, -width:]
-            mask = self.batch.prompt_mask[rows, -width:].bool()
+            ids = batch.prompt_ids[rows, -width:]
+            mask = batch.prompt_mask[rows, -width:].bool()
             logits = self.step.prefill(ids, mask, slots, has_padding)  # (m, V)
             self.first_logits.update(zip(new, logits, strict=True))
         elif self.agree_any:
@@ -297,11 +227,10 @@ class _DecodeLoop:
             self.step.cache.copy_slots(sources, targets, max(lengths))
         state = self.step.state
         first = len(self.lengths)
-        sample_ids = self.batch.sample_ids[samples]
-        state.enter(first, prompt_lengths, self.batch.limits[samples], sample_ids, self.step.options.seed)
+        state.enter(first, prompt_lengths, batch.limits[samples], batch.sample_ids[samples], seed)
         self.lengths += lengths
         logits = torch.stack([self.first_logits[prompt] for prompt in prompts])
-        state.sample(slice(first, len(self.lengths)), logits, self.step.options)
+        self._sample(slice(first, len(self.lengths)), logits)
         for prompt in set(prompts):
             if not schedule.has_waiting_sibling(prompt):
                 del self.first_logits[prompt]
@@ -346,8 +275,7 @@ class _DecodeLoop:
         ended = [self.schedule.slots[slot] for slot in finished]
         moves = self.schedule.retire(finished)
         samples, slots, sources, targets = self._to_device(ended, finished, *_columns(moves))
-        for result, tensor in zip(self.results.tensors(), state.tensors(), strict=True):
-            result[samples] = tensor[slots]
+        self._collect(ended, samples, slots)
         if moves:
             self.step.cache.copy_slots(sources, targets, max(self.lengths[source] for source, _ in moves))
             for tensor in state.tensors():
@@ -357,6 +285,11 @@ class _DecodeLoop:
         num_left = num_rows - len(finished)
         state.is_live[num_left:num_rows] = False  # a pass may be rounded up to include empty slots
         del self.lengths[num_left:]
+
+    def _collect(self, ended: list[int], samples: torch.Tensor, slots: torch.Tensor) -> None:
+        """Keep the responses of the samples `ended`, which is on the device in `samples`."""
+        for result, tensor in zip(self.results.tensors(), self.step.state.tensors(), strict=True):
+            result[samples] = tensor[slots]
 
 
 def _columns(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:

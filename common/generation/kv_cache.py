@@ -1,4 +1,5 @@
-"""Keys and values of running sequences: one preallocated block per layer, one slot per sequence.
+"""Keys and values of running sequences: one preallocated block per layer, one slot per sequence, and the
+schedule that assigns sequences to slots.
 
 transformers' own modules run unmodified over it: each row writes at its own position, and attention reads the
 first `upto` positions of the first slots, which the live sequences fill without gaps. If the model was loaded
@@ -8,7 +9,8 @@ needs no mask and does not repeat grouped heads. Prompt passes use torch's atten
 # S slots, L positions of a slot, n rows of a pass, H query heads or key/value heads, D their width
 """
 
-from typing import Any
+from collections import deque
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
@@ -20,6 +22,11 @@ from common.models.attention import FLASH_ATTENTION, KERNELS, plain_attention, t
 from common.models.transformers_internals import attention_of
 
 SLOT_ATTENTION = "triptych_slots"
+# Cost of an additional pass in tokens, by device: less padding than this is cheaper than another pass. The
+# value for a GPU is an estimate, not measured.
+PADDING_WORTH_A_PASS = {"cpu": 32, "cuda": 512}
+# Prompts wait until 1/8 of the slots are free: fewer and larger prefill passes; an empty slot costs little.
+_FREE_SHARE_BEFORE_REFILL = 1 / 8
 
 
 class SlotCache(Cache):
@@ -110,6 +117,90 @@ class SlotCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """(Number of keys, offset of the first) for transformers' masks."""
         return self._upto or query_length, 0
+
+
+class Admission(NamedTuple):
+    """One batch of samples that enter the slots after the live ones."""
+
+    samples: list[int]
+    prompts: list[int]  # prefilled in one pass, longest first
+    prompt_slots: list[int]  # slots of their keys and values
+    copies: list[tuple[int, int]]  # (slot with the same prompt, slot)
+
+
+class SlotSchedule:
+    """Assigns samples to slots. Sample i continues prompt i // num_samples.
+
+    Live sequences fill the slots 0 .. n - 1 without gaps: when one leaves, the last moves into its slot.
+    Samples wait in descending order of prompt length, so that the prompts of one pass need little padding.
+    """
+
+    def __init__(
+        self,
+        prompt_lengths: list[int],
+        *,
+        num_samples: int,
+        num_slots: int,
+        max_tokens_per_pass: int,
+        max_padding_per_pass: int = PADDING_WORTH_A_PASS["cpu"],
+    ) -> None:
+        self.prompt_lengths, self.num_samples = prompt_lengths, num_samples
+        self.num_slots = num_slots
+        self.max_tokens_per_pass = max_tokens_per_pass
+        self.max_padding_per_pass = max_padding_per_pass
+        order = sorted(range(len(prompt_lengths)), key=lambda prompt: -prompt_lengths[prompt])
+        self.waiting = deque(p * num_samples + k for p in order for k in range(num_samples))
+        self.slots: list[int] = []  # sample of each live slot
+
+    def should_admit(self) -> bool:
+        """Whether to prefill new prompts now, instead of adding a token to the live sequences."""
+        num_free = self.num_slots - len(self.slots)
+        if not self.waiting or not num_free:
+            return False
+        worthwhile = max(int(self.num_slots * _FREE_SHARE_BEFORE_REFILL), 1)
+        return not self.slots or num_free >= min(worthwhile, len(self.waiting))
+
+    def has_waiting_sibling(self, prompt: int) -> bool:
+        """Whether more samples of a prompt wait; they would be at the head of the queue."""
+        return bool(self.waiting) and self.waiting[0] // self.num_samples == prompt
+
+    def admit(self) -> Admission:
+        """Admit the samples that fit into the free slots and into one pass; at least one must be waiting."""
+        admission = Admission([], [], [], [])
+        slot_with = {sample // self.num_samples: slot for slot, sample in enumerate(self.slots)}
+        width = num_real = 0
+        while self.waiting and len(self.slots) < self.num_slots:
+            sample = self.waiting[0]
+            prompt = sample // self.num_samples
+            slot = len(self.slots)
+            if prompt in slot_with:
+                admission.copies.append((slot_with[prompt], slot))
+            else:
+                width = max(width, self.prompt_lengths[prompt])
+                num_real += self.prompt_lengths[prompt]
+                num_tokens = width * (len(admission.prompts) + 1)
+                padding = num_tokens - num_real
+                is_full = num_tokens > self.max_tokens_per_pass or padding > self.max_padding_per_pass
+                if admission.prompts and is_full:
+                    break
+                admission.prompts.append(prompt)
+                admission.prompt_slots.append(slot)
+                slot_with[prompt] = slot
+            self.slots.append(self.waiting.popleft())
+            admission.samples.append(sample)
+        return admission
+
+    def retire(self, finished: list[int]) -> list[tuple[int, int]]:
+        """Empty these slots; return (from, to) of the sequences that must move to close the gaps."""
+        num_left = len(self.slots) - len(finished)
+        finished_slots = set(finished)
+        holes = [slot for slot in finished if slot < num_left]
+        movers = [slot for slot in range(num_left, len(self.slots)) if slot not in finished_slots]
+        moves = list(zip(movers, holes, strict=True))
+        for source, target in moves:
+            self.slots[target] = self.slots[source]
+        del self.slots[num_left:]
+        return moves
 
 
 def kv_bytes_per_token(config: Any, bytes_per_number: int, tp_size: int = 1) -> int:

@@ -39,13 +39,18 @@ class Sample(NamedTuple):
     log_kept: torch.Tensor  # (B,) fp32, log of the probability that top_k and top_p kept; 0: all
 
 
-def counter_uniform(seed: int, sample_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """A uniform in [0, 1) for each (seed, sample id, position): (B,) fp32, a multiple of 2^-24.
+def counter_uniform(
+    seed: int | torch.Tensor, sample_ids: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """A uniform in [0, 1) for each (seed, sample id, position): fp32, a multiple of 2^-24.
 
-    sample_ids (B,) and positions (B,) int64 on one device; seed is any int (its low 64 bits count). Three
-    rounds of splitmix64 in wrapping int64 arithmetic: the same bits on every device and in every batch.
+    sample_ids and positions are int64 on one device and are broadcast; seed is any int (its low 64 bits
+    count), or int64 like sample_ids. Three rounds of splitmix64 in wrapping int64 arithmetic: the same bits
+    on every device and in every batch.
     """
-    state = _mix(torch.full_like(sample_ids, _as_int64(seed + _GOLDEN_GAMMA)))
+    if isinstance(seed, int):
+        seed = torch.full_like(sample_ids, _as_int64(seed))
+    state = _mix(seed + _as_int64(_GOLDEN_GAMMA))
     for word in (sample_ids, positions):
         state = _mix(state + word * _as_int64(_GOLDEN_GAMMA))
     return _shift_right(state, 64 - _UNIFORM_BITS).float() * 2.0**-_UNIFORM_BITS

@@ -129,12 +129,13 @@ ACTS: dict[type, dict[str, Any]] = {
     },
     ArenaArguments: ANSWERING
     | SAMPLED
-    | {"models": "a={gpt2}", "token_file": "{token}", "max_request_bytes": 9},
+    | {"models": "a={gpt2}", "token_file": "{token}", "max_request_bytes": 9, "max_seq_len": 3},
 }  # fmt: skip
 ELSEWHERE = {
     "places": "data_output_path plugins host port db",
     "of hub names": "trust_remote_code",
     "limits, time alone": "no_cuda_graphs max_bad_rows per_device_eval_batch_size batch_size",
+    "memory and time alone": "generation_slots",
     "drawn by people": "data_path",
     "of chat templates, by the same code as chat.py's": "chat_template_kwargs",
 }

@@ -14,6 +14,7 @@ from common.flags.args import Problems
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator, PromptBatch
 from common.generation.inference_module import share_weights
+from common.generation.request_loop import SharedGenerator
 from serving import prompt_eval
 from serving.answering import Answerer, Sampling, load_answerer, load_template
 from serving.arguments import AnsweringArguments
@@ -36,14 +37,13 @@ def load(folder: str, *, seed: int | None = None, no_cuda_graphs: bool = False, 
 def prompts_read(monkeypatch, tiny_tokenizer) -> list[str]:
     """The texts of all prompts that a model reads, in order."""
     texts: list[str] = []
-    generate = Generator.generate
+    run = SharedGenerator.run
 
-    def spy(self, batch, *args, **more):
-        rows = zip(batch.prompt_ids, batch.prompt_mask, strict=True)
-        texts.extend(tiny_tokenizer.decode(row[is_real]) for row, is_real in rows)
-        return generate(self, batch, *args, **more)
+    def spy(self, request):
+        texts.append(tiny_tokenizer.decode(request.prompt_ids))
+        return run(self, request)
 
-    monkeypatch.setattr(Generator, "generate", spy)
+    monkeypatch.setattr(SharedGenerator, "run", spy)
     return texts
 
 
@@ -81,27 +81,21 @@ def test_a_question_asked_again_gets_other_answers_and_a_seed_the_same(tiny_mode
 def test_a_request_is_sampled_as_it_says(tiny_model_folder, monkeypatch):
     """With its own seed from the first random numbers on, else with those that follow the answers before."""
     asked, answerer = [], load(tiny_model_folder("llama"), seed=9)
-    monkeypatch.setattr(
-        Generator,
-        "generate",
-        lambda self, batch, options, *, on_tokens: asked.append(
-            (options, batch.sample_ids.tolist(), batch.num_samples, batch.limits.tolist())
-        ),
-    )
+    monkeypatch.setattr(SharedGenerator, "run", lambda self, request: asked.append(request))
     ids, sampling = answerer.encode(QUESTIONS[0]), Sampling(7, 0.5, top_k=3, top_p=0.8, num_answers=2)
     for changes in ({}, {"seed": 5}, {"seed": 0}, {"temperature": 0.0, "num_answers": 1}, {}):
         answerer.respond(ids, dataclasses.replace(sampling, **changes))
     expected = {"temperature": 0.5, "top_k": 3, "top_p": 0.8, "do_sample": True}
-    for options, *_ in (asked[0], asked[1], asked[4]):
-        assert {name: getattr(options, name) for name in expected} == expected
-    assert not asked[3][0].do_sample and [options.seed for options, *_ in asked] == [9, 5, 0, 9, 9]
-    assert [first for _, first, *_ in asked] == [[0, 1], [0, 1], [0, 1], [2], [3, 4]]
-    assert [more for *_, num, more in asked if num == len(more)] == [[7, 7]] * 3 + [[7], [7, 7]]
+    for request in (asked[0], asked[1], asked[4]):
+        assert {name: getattr(request.options, name) for name in expected} == expected
+    assert not asked[3].options.do_sample and [r.options.seed for r in asked] == [9, 5, 0, 9, 9]
+    assert [r.sample_ids for r in asked] == [[0, 1], [0, 1], [0, 1], [2], [3, 4]]
+    assert [r.num_open for r in asked] == [2, 2, 2, 1, 2] and {r.options.max_new_tokens for r in asked} == {7}
 
 
 def test_memory_is_kept_from_turn_to_turn(tiny_model_folder):
     answerer = load(tiny_model_folder("gpt2"), **GREEDY)
-    generator = answerer._generator
+    generator = answerer._shared.generator
     answerer.answer(QUESTIONS[2])
     blocks = [block.data_ptr() for block in generator._step.cache.keys]
     answerer.answer(QUESTIONS[0])
@@ -113,7 +107,7 @@ def test_memory_is_kept_from_turn_to_turn(tiny_model_folder):
 def test_graphs_can_be_switched_off(tiny_model_folder):
     for is_off in (False, True):
         answerer = load(tiny_model_folder("gpt2"), no_cuda_graphs=is_off)
-        assert (answerer._generator._graphs is None) == is_off
+        assert (answerer._shared.generator._graphs is None) == is_off
 
 
 def test_a_long_conversation_loses_its_oldest_turns_whole(tiny_model_folder, prompts_read):

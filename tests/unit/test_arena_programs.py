@@ -50,10 +50,15 @@ def test_models_are_named_by_their_paths_or_by_names(run, folder, tiny_model_fol
         arena, "create_app", lambda *a, **more: made.append((*a, more)) or create_app(*a, **more)
     )
     other = tiny_model_folder("gpt2")
-    out = run(folder, f"ppo={other}", "--port", 0, "--temperature", 0.5, "--max_new_tokens", 9)
+    limits = ["--max_new_tokens", 9, "--generation_slots", 3, "--max_seq_len", 100]
+    out = run(folder, f"ppo={other}", "--port", 0, "--temperature", 0.5, *limits)
     [(rules, more)] = made
     assert list(rules.models) == [folder, "ppo"] and rules.prompts is None
     assert (rules.sampling.temperature, rules.sampling.max_new_tokens) == (0.5, 9)
+    model = rules.models["ppo"]
+    assert model._shared.max_slots == 3 and "prompt and answer together may have 100" in model.why_too_long(
+        [5] * 100
+    )
     assert more["is_local"] and not more["token"]
     assert f"the arena of {folder}, ppo is at http://127.0.0.1:" in out
     assert (tmp_path / "output/arena.sqlite3").is_file()

@@ -16,7 +16,7 @@ from tiny_configs import CONFIGS, NOISY, tiny_config
 from transformers import AutoModelForCausalLM
 
 from common.generation.decode import DecodeGraphs, DecodeStep, SamplingOptions
-from common.generation.generate import Generator, PromptBatch, _DecodeLoop
+from common.generation.generate import DecodeLoop, Generator, PromptBatch
 from common.generation.inference_module import cut_module, share_weights
 from common.generation.tp_plans import build_cuts
 from common.programs import running
@@ -221,7 +221,7 @@ def test_the_host_waits_once_a_look(family, on_tokens, monkeypatch):
     seen = {"_admit": [], "_decode": [], "_finished_slots": [], "_retire": []}
 
     def watch(name):
-        method = getattr(_DecodeLoop, name)
+        method = getattr(DecodeLoop, name)
 
         def watched(loop, *args):
             gpu.clear()
@@ -229,7 +229,7 @@ def test_the_host_waits_once_a_look(family, on_tokens, monkeypatch):
             seen[name].append([len(gpu.waits), gpu.launches.total()])
             return found
 
-        monkeypatch.setattr(_DecodeLoop, name, watched)
+        monkeypatch.setattr(DecodeLoop, name, watched)
 
     with pretended_gpu() as gpu:
         generator = make_generator(family)

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -14,6 +15,8 @@ from common.data.dialogue import Template
 from common.flags.args import Problems
 from serving.answering import Answerer, Sampling, load_answerer, load_template
 from serving.arguments import AnsweringArguments
+from serving.openai_api import MAX_WAITING
+from serving.text_stream import Answer
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -304,10 +307,30 @@ def test_state_and_votes_are_answered_while_all_answers_are_waited_for(tmp_path)
             assert httpx.get(f"{url}/api/state", timeout=5).status_code == 200
             assert httpx.get(f"{url}/v1/models", timeout=5).status_code == 200
             judged = httpx.post(f"{url}/api/judgements", json={"pair": "none", "choice": "a"}, timeout=5)
-            assert judged.status_code == 404 and len(slow.asked) <= 16
+            assert judged.status_code == 404 and len(slow.asked) == MAX_WAITING < 40
         finally:
             go_on.set()
         assert {answer.result().status_code for answer in waiting} == {200}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_client_that_disconnects_ends_its_answer(is_streamed, tmp_path):
+    class Endless(FakeModel):
+        def respond(self, prompt_ids, sampling=None, *, is_gone, on_text=None, **more):
+            self.asked.append(sampling)
+            while not is_gone():
+                time.sleep(0.01)
+            ended.set()
+            return [Answer("", [], "cancelled")]
+
+    ended = threading.Event()
+    model = Endless("endless")
+    app = make_client(make_arena(tmp_path / "a.sqlite3", endless=model)).app
+    body = {"model": "endless", "messages": HI, "stream": is_streamed}
+    with real_server(app) as port:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"http://localhost:{port}/v1/chat/completions", json=body, timeout=0.5)
+        assert ended.wait(10) and len(model.asked) == 1
 
 
 # ---- a real model
