@@ -235,9 +235,10 @@ def begin_tool(cls: type, description: str, parse: Callable = parse_args, **opti
     if not any(os.path.exists(path) and Path(path).is_fifo() for path in paths):
         parse(cls, description=description.splitlines()[0], problems=problems, **options)
     problems.exit_if_any()
-    # OpenMP reads it when torch is imported. Threads that spin while they wait take the cores from the ranks
-    # and programs beside them: with one of these per core a step takes up to ten times as long.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Threads that wait for work spin for milliseconds, and take a core from ranks and programs beside them: a
+    # step then takes up to ten times as long. OpenMP reads this when torch is imported: spin for 0.03 ms.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     gc.disable()  # until the program runs: collections take a quarter of the time of its imports
 
 

@@ -95,10 +95,15 @@ def test_what_is_loaded_is_said_first_and_by_one_rank(call, program):
     assert call(program, *words, RANK="1").stderr.startswith("Traceback")
 
 
-@pytest.mark.parametrize(("given", "seen"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "active")])
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "unset")],
+)
 def test_waiting_threads_leave_the_cores_to_others_unless_told(call, tmp_path, monkeypatch, given, seen):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    (tmp_path / "torch.py").write_text("import os; raise ImportError(os.environ['OMP_WAIT_POLICY'])\n")
+    (tmp_path / "torch.py").write_text(
+        "import os; raise ImportError(os.environ.get('GOMP_SPINCOUNT', 'unset'))\n"
+    )
     for program in PROGRAMS:
         words = WORDS.get(program, ("--model_name_or_path", "m"))
         assert call(program, *words, **given).stderr.endswith(f"ImportError: {seen}\n")

@@ -45,7 +45,7 @@ else
   export DS_ACCELERATOR=cpu # DeepSpeed would choose the same, with a warning
 fi
 export OMP_NUM_THREADS=$((CORES / NUM_RANKS > 0 ? CORES / NUM_RANKS : 1))
-export OMP_WAIT_POLICY=PASSIVE # spinning threads cost more than they gain on shared cores
+export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-2000} # threads that spin longer take a core from others
 export TQDM_DISABLE=1         # progress bars of libraries would fill the logs
 LAUNCH=(torchrun --standalone --nproc_per_node "$NUM_RANKS")
 STARTED_AT=$(date +%s.%N)
