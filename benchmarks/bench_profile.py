@@ -5,7 +5,7 @@ python benchmarks/bench_profile.py [--model smollm2] [--dtype bf16] [--quick]
 
 torch's profiler records one pass over 16 rows of bench_train.py, a PPO step of bench_ppo_step.py
 and the chat prompts of bench_generate.py, each after a warm-up, on one thread. Columns are shares of the
-time that operations take themselves, by kind; `host` is the rest of the wall time: Python, DeepSpeed and
+time that operations take themselves, by kind; `host` is the rest of the processor time: Python, DeepSpeed and
 autograd between operations. Below them stand the functions, ours or a transformers model's, whose forward
 operations take longest; operations of the backward pass have no function.
 
@@ -69,10 +69,10 @@ def profile_pass(run: Callable[[], Any]) -> dict[str, Any]:
     """Shares of a pass by kind, and the functions with the longest operations."""
     run()
     config = _ExperimentalConfig(verbose=True)
-    started = time.perf_counter()
+    started = time.process_time()
     with profile(activities=[ProfilerActivity.CPU]):
         run()
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     with profile(activities=[ProfilerActivity.CPU], with_stack=True, experimental_config=config) as recorded:
         run()
     kinds: Counter[str] = Counter()
