@@ -9,7 +9,7 @@ time that operations take themselves, by kind; `host` is the rest of the process
 autograd between operations. Below them stand the functions, ours or a transformers model's, whose forward
 operations take longest; operations of the backward pass have no function.
 
-The last line is a JSON object; `ours` is the share of matrix products in an SFT step, without a peer.
+The last line is a JSON object; its `ratio` is the share of matrix products in an SFT step.
 """
 
 import sys
@@ -138,7 +138,7 @@ def main() -> None:
     print_result(
         "profile",
         sections["sft"]["shares"]["products"],
-        None,
+        1.0,
         runs=1,
         model=f"random Llama, {workload.size_of(args.dtype, **sizes)}",
         sections=sections,

@@ -327,7 +327,7 @@ def _varlen_kernel(gpu: PretendedGpu) -> Callable[..., tuple[Tensor]]:
         with gpu.quiet():
             lengths, key_lengths = starts.diff().tolist(), key_starts.diff().tolist()
         assert (longest, longest_key) == (max(lengths), max(key_lengths)), "rubbish, or too much memory"
-        states = [x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)]
+        states = [x.transpose(0, 1).unsqueeze(0).float() for x in (query, key, value)]  # as it sums
         pieces = (x.split(n, 2) for x, n in zip(states, (lengths, key_lengths, key_lengths), strict=True))
         outputs, left = [], max(key_lengths) if is_causal else window
         for q, k, v in zip(*pieces, strict=True):
@@ -337,7 +337,7 @@ def _varlen_kernel(gpu: PretendedGpu) -> Callable[..., tuple[Tensor]]:
             mask = None if is_plain else (back >= 0) & (back <= left)
             how = {"is_causal": is_plain, "scale": options["scale"], "enable_gqa": is_grouped}
             outputs.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, **how))
-        return (torch.cat(outputs, 2)[0].transpose(0, 1),)
+        return (torch.cat(outputs, 2)[0].transpose(0, 1).to(query.dtype),)
 
     return attend
 
