@@ -38,7 +38,7 @@ def test_prompts_are_numbered_over_the_ranks_batch_by_batch():
 
 def test_what_is_not_trained_on_is_scored_over_all_tokens():
     """Though what is trained on is scored among those that the sampler could draw."""
-    rollout = build(replays=True)
+    rollout = build(replay_sampling_support=True)
     answers, texts = rollout.sample(next(EndlessPrompts()), 0, 2, 0)
     assert "support_ids" not in rollout.score(answers, texts, is_trained_on=False).data
 
