@@ -80,13 +80,18 @@ def _added_product(_: Any, left: torch.Size, right: torch.Size, **__: Any) -> in
     return 2 * left[0] * left[1] * right[1]
 
 
+def _onednn_product(hidden: torch.Size, weight: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * hidden.numel() * weight[0]
+
+
 def build_counter() -> FlopCounterMode:
-    """torch's counter, extended by CPU attention and in-place addmm."""
+    """torch's counter, extended by CPU attention, in-place addmm and oneDNN's products of generation."""
     aten = torch.ops.aten
     more = {
         aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
         aten.addmm_: _added_product,
+        torch.ops.mkldnn._linear_pointwise: _onednn_product,
     }
     return FlopCounterMode(display=False, custom_mapping=more)
 

@@ -35,7 +35,7 @@ from common.generation.inference_module import share_weights
 from common.models.loading import DTYPES
 
 KINDS = {
-    "products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
+    "products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn::"),
     "attention": ("aten::_scaled_dot_product",),
     "optimizer": ("aten::_fused_adamw",),
     "copies, joins": (

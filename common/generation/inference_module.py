@@ -28,6 +28,8 @@ HEAD_WIDTHS = ("head_dim", "head_size")  # attributes that distinguish attention
 # Attributes of an attention module: numbers of heads, and the width of all query heads together.
 COUNTS = ("num_heads", "num_attention_heads", "n_heads", "num_kv_heads", "num_key_value_heads")
 WIDTHS = ("embed_dim", "hidden_size", "split_size")
+# Weights that oneDNN multiplies on a CPU.
+ONEDNN_DTYPES = (torch.float32, torch.bfloat16) if torch.backends.mkldnn.is_available() else ()
 
 
 class InferenceModule:
@@ -44,6 +46,10 @@ class InferenceModule:
             self.module: PreTrainedModel = type(source)(config)
         self.module.tie_weights()  # empty initialization has untied them
         self.module.eval().requires_grad_(False)
+        if device.type == "cpu":
+            for module in self.module.modules():
+                if type(module) is nn.Linear:  # subclasses have forward passes of their own
+                    module.forward = partial(_forward_of_linear, module)
         buffers = dict(source.named_buffers())
         for prefix, module in self.module.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -75,6 +81,19 @@ class InferenceModule:
             for module, attribute in owners:
                 parameter = module._parameters[attribute]
                 module._parameters[attribute] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+
+def _linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """As `F.linear`, on a CPU by oneDNN: for the few rows of a token step it reads the same weights up to
+    three times as fast as MKL, torch's choice in fp32.
+    """
+    if weight.device.type != "cpu" or weight.dtype not in ONEDNN_DTYPES:
+        return F.linear(hidden, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise(hidden, weight, bias, "none", [], "")
+
+
+def _forward_of_linear(module: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    return _linear(hidden, module.weight, module.bias)
 
 
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:
@@ -143,7 +162,7 @@ def _sum_outputs(module: nn.Linear | Conv1D, group: dist.ProcessGroup | None) ->
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         is_transposed = isinstance(module, Conv1D)
-        output = hidden @ module.weight if is_transposed else F.linear(hidden, module.weight)
+        output = hidden @ module.weight if is_transposed else _linear(hidden, module.weight, None)
         dist.all_reduce(output, group=group)
         return output if module.bias is None else output + module.bias
 
