@@ -5,9 +5,9 @@ python benchmarks/bench_train.py --trl_python DIR/bin/python [--model smollm2] [
 
 DIR is made by `bash benchmarks/make_peer_env.sh trl-1.16 DIR`. Every way trains the same random Llama (4
 layers, hidden 256, vocabulary 8192, fp32; with --model smollm2, the default on a GPU, SmolLM2-135M's shape;
-a fifth of the rows on a CPU) on the same rows with the lengths of a chat data set (workload.py), 16 rows per
-optimizer step, with AdamW, clipping and a loss on response tokens only; one turn is one pass over the rows,
-and all take turns in one run. Padding is not counted as tokens.
+there a tenth of the rows on a CPU) on the same rows with the lengths of a chat data set (workload.py), 16
+rows per optimizer step, with AdamW, clipping and a loss on response tokens only; one turn is one pass over
+the rows, and all take turns in one run. Padding is not counted as tokens.
 
   sft     ours padded and packed; TRL's SFTTrainer padded (16 rows at once, and one by one with accumulation),
           padding_free, and packed (best fit decreasing)
@@ -179,11 +179,8 @@ def labels_only_ratios(sections: dict[str, dict[str, Any]]) -> dict[str, float]:
 def main() -> None:
     """Run all sections."""
     args = begin(__doc__, 5, peer_environment="trl-1.16", has_models=True)
-    num_rows = 160
-    if args.quick:
-        num_rows = ROWS_PER_STEP
-    elif args.model == "smollm2" and not torch.cuda.is_available():
-        num_rows = 2 * ROWS_PER_STEP
+    is_large_for_cpu = args.model == "smollm2" and not torch.cuda.is_available()
+    num_rows = ROWS_PER_STEP if args.quick or is_large_for_cpu else 160
     sections = {section: run_section(section, args, num_rows) for section in TRL_WAYS}
     rates = sections["sft"]["rates"]
     sizes = workload.sizes_of(args.model, is_quick=args.quick)
