@@ -118,13 +118,16 @@ class TrainingRows:
     def batches(self, is_packed: bool) -> GlobalBatches:
         """Training batches of this rank, for a model that runs sequences packed or padded.
 
-        On a CPU large packed steps are split into passes of CPU_PASS_TOKENS unless a flag sets their size.
+        On a CPU large steps are split into passes of CPU_PASS_TOKENS unless a flag sets their size.
         """
         plan = replace(self.token_plan, is_packed=is_packed)
-        longest = int(plan.row_lengths.sum(axis=1).max())
+        costs = plan.row_lengths.sum(axis=1)
+        if not is_packed:
+            costs = plan.row_lengths.max(axis=1) * plan.row_lengths.shape[1]
+        longest = int(costs.max())
         is_large = self.row_plan.rows_per_micro_batch * longest > CPU_PASS_TOKENS
         is_free = not self.args.max_tokens_per_micro_batch and not distributed.has_gpu()
-        if is_packed and is_large and is_free:
+        if is_large and is_free:
             plan = replace(plan, max_tokens=max(CPU_PASS_TOKENS, longest))
         return GlobalBatches(self.rows, self.collate, self.order, plan if plan.max_tokens else self.row_plan)
 

@@ -282,10 +282,11 @@ def test_a_pass_of_pairs_computes_no_more_tokens_than_its_cap(is_packed, cap, si
         (True, False, 0, 5, [[0, 1], [2], [3, 4]]),  # of 13, 3, 15, 9 and 12 tokens, at most 24
         (True, False, 30, 5, [[0, 4], [1, 2, 3]]),
         (True, True, 0, 5, [[0, 1, 2, 3, 4]]),
-        (False, False, 0, 5, [[0, 1, 2, 3, 4]]),
+        (False, False, 0, 5, [[0], [1], [2], [3, 4]]),  # 9 and 12 are 24 with padding
+        (False, True, 0, 5, [[0, 1, 2, 3, 4]]),
         (True, False, 0, 1, [[0], [1], [2], [3], [4]]),  # small ones stay as the flags have them
     ],
-    ids=["cpu", "flag", "gpu", "padded", "small"],
+    ids=["cpu", "flag", "gpu", "padded", "padded on a gpu", "small"],
 )
 def test_a_cpu_cuts_large_steps_by_itself(is_packed, has_gpu, flag, rows, expected, monkeypatch):
     monkeypatch.setattr(single_model, "CPU_PASS_TOKENS", 24)
@@ -298,6 +299,15 @@ def test_a_cpu_cuts_large_steps_by_itself(is_packed, has_gpu, flag, rows, expect
     lengths = [[sum(of_row) for of_row in LENGTHS]]
     batches = single_model.TrainingRows(args, range(5), list, lengths).batches(is_packed)
     assert sorted(map(sorted, next(batches))) == expected
+
+
+def test_a_pair_that_is_longer_than_a_pass_with_padding_has_its_own(monkeypatch):
+    monkeypatch.setattr(single_model, "CPU_PASS_TOKENS", 24)
+    monkeypatch.setattr(distributed, "has_gpu", lambda: False)
+    args = SFTArguments(per_device_train_batch_size=3, gradient_accumulation_steps=1)
+    lengths = [[20, 5, 6], [3, 6, 5]]  # chosen and rejected: 40, 12 and 12 tokens with padding
+    batches = single_model.TrainingRows(args, range(3), list, lengths).batches(is_packed=False)
+    assert sorted(map(sorted, next(batches))) == [[0], [1, 2]]
 
 
 @pytest.mark.parametrize("max_tokens", [0, 40])
