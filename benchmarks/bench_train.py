@@ -5,9 +5,9 @@ python benchmarks/bench_train.py --trl_python DIR/bin/python [--model smollm2] [
 
 DIR is made by `bash benchmarks/make_peer_env.sh trl-1.16 DIR`. Every way trains the same random Llama (4
 layers, hidden 256, vocabulary 8192, fp32; with --model smollm2, the default on a GPU, SmolLM2-135M's shape;
-on a CPU a tenth of the rows, ours packed only, TRL not with 16 at once) on the same rows with the lengths of a chat data
-set (workload.py), 16 rows per optimizer step, with AdamW, clipping and a loss on response tokens only; one
-turn is one pass over the rows, and all take turns in one run. Padding is not counted as tokens.
+on a CPU a tenth of the rows, ours packed only, TRL not with 16 at once) on the same rows with the lengths of
+a chat data set (workload.py), 16 rows per optimizer step, with AdamW, clipping and a loss on response tokens
+only; one turn is one pass over the rows, and all take turns in one run. Padding is not counted as tokens.
 
   sft     ours padded and packed; TRL's SFTTrainer padded (16 rows at once, and one by one with accumulation),
           padding_free, and packed (best fit decreasing)
