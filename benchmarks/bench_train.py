@@ -20,6 +20,7 @@ output head as on a GPU, where it skips positions without a label.
 """
 
 import argparse
+import gc
 import json
 import sys
 import tempfile
@@ -144,6 +145,7 @@ def is_large_for_cpu(args: argparse.Namespace) -> bool:
 
 def run_section(section: str, args: argparse.Namespace, num_rows: int) -> dict[str, Any]:
     """The rates of a section, and ours over TRL's best, or over our padded way without TRL."""
+    gc.collect()  # the last section's engine refers to itself, and three would not fit
     sizes = workload.sizes_of(args.model, is_quick=args.quick)
     dtype = args.dtype
     build_rows = workload.sft_rows if section == "sft" else workload.pair_rows
