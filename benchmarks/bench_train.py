@@ -190,7 +190,9 @@ def labels_only_ratios(sections: dict[str, dict[str, Any]]) -> dict[str, float]:
 def main() -> None:
     """Run all sections."""
     args = begin(__doc__, 5, peer_environment="trl-1.16", has_models=True)
-    num_rows = ROWS_PER_STEP if args.quick or is_large_for_cpu(args) else 160
+    num_rows = 160
+    if args.quick or is_large_for_cpu(args):
+        num_rows = ROWS_PER_STEP
     sections = {section: run_section(section, args, num_rows) for section in TRL_WAYS}
     rates = sections["sft"]["rates"]
     sizes = workload.sizes_of(args.model, is_quick=args.quick)

@@ -29,7 +29,7 @@ HEAD_WIDTHS = ("head_dim", "head_size")  # attributes that distinguish attention
 COUNTS = ("num_heads", "num_attention_heads", "n_heads", "num_kv_heads", "num_key_value_heads")
 WIDTHS = ("embed_dim", "hidden_size", "split_size")
 # Weights that oneDNN multiplies on a CPU.
-ONEDNN_DTYPES = (torch.float32, torch.bfloat16) if torch.backends.mkldnn.is_available() else ()
+ONEDNN_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class InferenceModule:
@@ -87,7 +87,8 @@ def _linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     """As `F.linear`, on a CPU by oneDNN: for the few rows of a token step it reads the same weights up to
     three times as fast as MKL, torch's choice in fp32.
     """
-    if weight.device.type != "cpu" or weight.dtype not in ONEDNN_DTYPES:
+    is_for_onednn = weight.device.type == "cpu" and weight.dtype in ONEDNN_DTYPES
+    if not is_for_onednn or not torch.backends.mkldnn.is_available():
         return F.linear(hidden, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(hidden, weight, bias, "none", [], "")
 

@@ -30,9 +30,10 @@ def rates_of(baseline: dict) -> list[list[str]]:
     """The rows, as the page writes them, of whatever has a median."""
     # Tokens a second, but seconds of a step and milliseconds of a GPU's.
     decimals = 2 if baseline["name"] == "gpu" else int(baseline["name"].endswith("_step"))
+    columns = ("median", "low", "high")[: 1 if baseline["runs"] == 1 else 3]
     tables = [baseline.get("rates", {}), *(s.get("rates", {}) for s in baseline.get("sections", {}).values())]
     return [
-        [name, *(f"{row[key]:,.{decimals}f}" for key in ("median", "low", "high"))]
+        [name, *(f"{row[key]:,.{decimals}f}" for key in columns)]
         for table in tables
         for name, row in table.items()
         if "median" in row
