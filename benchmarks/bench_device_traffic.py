@@ -40,6 +40,7 @@ from common.engine.engine_step import take_steps
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator, PromptBatch
 from common.generation.inference_module import share_weights
+from common.models import attention
 from common.models.loading import DTYPES
 from common.models.policy_model import PolicyModel
 from common.models.value_model import ScoreHead, ValueModel
@@ -112,6 +113,7 @@ def build_steps(kind: str, stage: int = 1, dtype: str = "bf16", **shape: Any) ->
     """{name: function that runs an optimizer step, or scores, n micro-batches} for a policy or a value model
     by `kind`; a context with a pretended GPU.
     """
+    attention.install()  # as loading a model does
     config = small_llama_config(num_labels=1, **shape)
     is_policy = kind == "policy"
     torch.manual_seed(0)
