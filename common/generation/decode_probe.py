@@ -40,7 +40,7 @@ def _measure(config: PreTrainedConfig, by_transformers: bool, trusts_code: bool)
         return ""
     options = SamplingOptions(NUM_NEW, stop_token_id=-1, pad_token_id=rows[0][0], do_sample=False)
     try:
-        module = share_weights(model)
+        module = share_weights(model, by_onednn=False)  # the steps are compared, not roundings
         generator = TransformersGenerator(module) if by_transformers else Generator(module, num_slots=2)
         token_ids, logprobs = decode_rows(generator, rows, options)
         logits = response_logits(model, rows, token_ids)

@@ -38,7 +38,7 @@ class InferenceModule:
     Captured graphs read weights at fixed addresses, so slices can keep their memory to be refilled.
     """
 
-    def __init__(self, source: PreTrainedModel, device: torch.device) -> None:
+    def __init__(self, source: PreTrainedModel, device: torch.device, *, by_onednn: bool = True) -> None:
         config = copy.deepcopy(source.config)
         config.use_cache = True
         config._attn_implementation = choose_attention(source)
@@ -46,7 +46,7 @@ class InferenceModule:
             self.module: PreTrainedModel = type(source)(config)
         self.module.tie_weights()  # empty initialization has untied them
         self.module.eval().requires_grad_(False)
-        if device.type == "cpu":
+        if device.type == "cpu" and by_onednn:
             for module in self.module.modules():
                 if type(module) is nn.Linear:  # subclasses have forward passes of their own
                     module.forward = partial(_forward_of_linear, module)
@@ -97,9 +97,11 @@ def _forward_of_linear(module: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
     return _linear(hidden, module.weight, module.bias)
 
 
-def share_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """A module for generation that holds the weights of `model` itself."""
-    inference = InferenceModule(model, next(model.parameters()).device)
+def share_weights(model: PreTrainedModel, *, by_onednn: bool = True) -> PreTrainedModel:
+    """A module for generation that holds the weights of `model` itself; without `by_onednn` its products are
+    rounded as the model's own on a CPU.
+    """
+    inference = InferenceModule(model, next(model.parameters()).device, by_onednn=by_onednn)
     for name, parameter in model.named_parameters():
         inference.attach(name, parameter.data)
     return inference.module
