@@ -78,7 +78,7 @@ def profile_pass(run: Callable[[], Any]) -> dict[str, Any]:
     kinds: Counter[str] = Counter()
     functions: Counter[str] = Counter()
     for event in recorded.events():
-        if event.name.startswith("aten::"):
+        if event.name.startswith(("aten::", "mkldnn::")):
             kinds[kind_of(event.name)] += event.self_cpu_time_total / 1e6
             functions[function_of(event.stack)] += event.self_cpu_time_total / 1e6
     del functions[""]
