@@ -49,7 +49,7 @@ class InferenceModule:
         self.module.eval().requires_grad_(False)
         if device.type == "cpu" and by_onednn:
             for module in self.module.modules():
-                if type(module) is nn.Linear:  # subclasses have forward passes of their own
+                if type(module) is nn.Linear:  # a subclass may compute something else
                     module.forward = partial(_forward_of_linear, module)
         buffers = dict(source.named_buffers())
         for prefix, module in self.module.named_modules():

@@ -71,16 +71,16 @@ def test_greedy_text_of_left_padded_prompts_is_that_of_transformers_one_by_one(f
 def test_linears_multiply_by_onednn_with_whatever_weights_are_attached(dtype, tiny_model_folder):
     model = load(tiny_model_folder("opt")).to(dtype)  # has biases
     shared = share_weights(model)
-    trained, lent = (m.get_decoder().layers[0].fc1 for m in (model, shared))
+    trained, inference = (m.get_decoder().layers[0].fc1 for m in (model, shared))
     torch.nn.init.normal_(trained.bias)
     hidden = torch.randn(3, 2, trained.in_features, dtype=dtype)
     with torch.profiler.profile() as profile:
-        found = lent(hidden)
+        output = inference(hidden)
     names = {event.name for event in profile.events()}
     assert ("mkldnn::_linear_pointwise" in names) == (dtype != torch.float16)
     expected = hidden.double() @ trained.weight.double().T + trained.bias.double()
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+    assert output.dtype == dtype
+    torch.testing.assert_close(output.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
 
 
 def check_logprobs(model, ids, mask, out, vocabulary=None, *, atol=1e-5, **chosen) -> torch.Tensor:
