@@ -44,7 +44,6 @@ from common.generation.generate import Generator, PromptBatch
 from common.generation.inference_module import share_weights
 from common.generation.kv_cache import kv_bytes_per_token
 from common.models.loading import DTYPES
-from common.programs import startup
 from common.ranks import distributed
 from tools.memory_plan import MemoryPlan
 from tools.planned_run import known_config
@@ -163,8 +162,6 @@ def run_case(flags: dict[str, Any], num_runs: int) -> dict[str, Any]:
 
     The process must be a new one: DeepSpeed's hooks keep the models of an engine on a GPU.
     """
-    startup.quiet_libraries()
-    distributed.start()
     generator = torch.Generator().manual_seed(1)
     size = (64, flags["max_prompt_seq_len"])
     rows = torch.randint(FIRST_ID, VOCABULARY, size, generator=generator).tolist()
@@ -184,7 +181,6 @@ def run_case(flags: dict[str, Any], num_runs: int) -> dict[str, Any]:
         for name, value in metrics.items()
         if name.startswith("perf/") and name.endswith("_seconds")
     }
-    distributed.stop()
     return results
 
 

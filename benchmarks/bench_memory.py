@@ -37,8 +37,6 @@ from benchmarks.measuring import (
     reset_peak,
 )
 from benchmarks.workload import WARM_UP_TOKENS, memory_pairs, memory_rows, small_llama_config
-from common.programs import startup
-from common.ranks import distributed
 
 ROWS = 4
 WAYS = ("ours", "trl", "trl_labels_only", "logits")
@@ -59,9 +57,6 @@ def our_peak(task: str, length: int, vocabulary: int) -> int:
     if task == "reward":
         model_class = LlamaForSequenceClassification
         build_rows = memory_pairs
-    startup.quiet_libraries()
-    startup.keep_freed_memory()
-    distributed.start()
     torch.manual_seed(0)
     rows = build_rows(ROWS, length, vocabulary)
     with tempfile.TemporaryDirectory() as folder:
@@ -72,9 +67,7 @@ def our_peak(task: str, length: int, vocabulary: int) -> int:
     trainer.train_step(1, [batches.collate(build_rows(ROWS, WARM_UP_TOKENS, vocabulary))])
     baseline = reset_peak()
     trainer.train_step(2, next(batches))
-    peak = peak_since(baseline)
-    distributed.stop()
-    return peak
+    return peak_since(baseline)
 
 
 def measure(python: str, task: str, length: int, vocabulary: int) -> dict[str, float]:

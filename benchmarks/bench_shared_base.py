@@ -38,8 +38,6 @@ from benchmarks.workload import TINY, VOCABULARY, build_tokenizer, ppo_prompts, 
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.lora import LoraOptions, add_lora
 from common.models.value_model import load_value_model
-from common.programs import startup
-from common.ranks import distributed
 from common.runs.export import save_adapter
 from tools.memory_plan import MemoryPlan
 
@@ -87,18 +85,13 @@ def ppo_flags(folders: dict[str, str]) -> dict[str, Any]:
 
 def measure(folders: dict[str, str]) -> dict[str, float]:
     """The bytes held and at the peak in this process, which must be a new one."""
-    startup.quiet_libraries()
-    startup.keep_freed_memory()
-    distributed.start()
     prompts = ppo_prompts(64, 1, MAX_PROMPT)
     before = reset_peak()
     step = our_step(prompts, folders["reward"], num_prompts=NUM_PROMPTS, **ppo_flags(folders))
     step()
     held = reset_peak() - before
     step()
-    peak = peak_since(before)
-    distributed.stop()
-    return {"held": held, "peak": peak}
+    return {"held": held, "peak": peak_since(before)}
 
 
 def plan_bytes(folders: dict[str, str]) -> dict[str, float]:

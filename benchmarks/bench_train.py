@@ -20,7 +20,6 @@ output head as on a GPU, where it skips positions without a label.
 """
 
 import argparse
-import gc
 import json
 import sys
 import tempfile
@@ -34,7 +33,16 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # repository root, wh
 import torch
 
 from benchmarks import workload
-from benchmarks.measuring import PeakShares, Peer, begin, best, print_rates, print_result, take_turns
+from benchmarks.measuring import (
+    PeakShares,
+    Peer,
+    best,
+    in_new_process,
+    print_rates,
+    print_result,
+    read_args,
+    take_turns,
+)
 from common.data.collators import collate_pairs, collate_sft
 from common.data.global_batches import GlobalBatches
 from common.engine.ds_config import config_of
@@ -144,8 +152,10 @@ def is_large_for_cpu(args: argparse.Namespace) -> bool:
 
 
 def run_section(section: str, args: argparse.Namespace, num_rows: int) -> dict[str, Any]:
-    """The rates of a section, and ours over TRL's best, or over our padded way without TRL."""
-    gc.collect()  # the last section's engine refers to itself, and three would not fit
+    """The rates of a section, and ours over TRL's best, or over our padded way without TRL.
+
+    Runs in a process of its own: the memory that three sections keep does not fit beside TRL's processes.
+    """
     sizes = workload.sizes_of(args.model, is_quick=args.quick)
     dtype = args.dtype
     build_rows = workload.sft_rows if section == "sft" else workload.pair_rows
@@ -189,11 +199,11 @@ def labels_only_ratios(sections: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 def main() -> None:
     """Run all sections."""
-    args = begin(__doc__, 5, peer_environment="trl-1.16", has_models=True)
+    args = read_args(__doc__, 5, peer_environment="trl-1.16", has_models=True)
     num_rows = 160
     if args.quick or is_large_for_cpu(args):
         num_rows = ROWS_PER_STEP
-    sections = {section: run_section(section, args, num_rows) for section in TRL_WAYS}
+    sections = {section: in_new_process(run_section, section, args, num_rows) for section in TRL_WAYS}
     rates = sections["sft"]["rates"]
     sizes = workload.sizes_of(args.model, is_quick=args.quick)
     ratios = {section: facts["ratio"] for section, facts in sections.items()} | labels_only_ratios(sections)

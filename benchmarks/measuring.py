@@ -94,9 +94,21 @@ def begin(doc: str, num_runs: int = 0, **options: Any) -> argparse.Namespace:
 
 
 def in_new_process(measure: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Result of `measure` in a separate process, so that only its memory is measured."""
+    """Result of `measure` in a separate process, a started world of one: only its memory is measured."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(measure, *args, **options).result()
+        return pool.submit(_in_world, measure, *args, **options).result()
+
+
+def _in_world(measure: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    from common.programs import startup
+    from common.ranks import distributed
+
+    startup.quiet_libraries()
+    startup.keep_freed_memory()
+    distributed.start()
+    result = measure(*args, **options)
+    distributed.stop()
+    return result
 
 
 # ---- a peer ---------------------------------------------------------------------------------------------
