@@ -21,8 +21,14 @@ longest prompt and response, and scores responses as text, without their EOS.
   ours, prompts apart   with --no_share_prompts
   labels only           TRL with its output head as on a GPU, where it skips prompts and padding
 
-The last line is a JSON object; `ratio` is TRL's seconds per step over ours, `ratios` has it by name, also
-with labels only.
+--lora R: actor and critic are adapters of rank R of their bases, without TRL; `generation_seconds` are those
+of a step's generation.
+
+  ours           --merge_adapters false: adapters beside the weights
+  ours, merged   --merge_adapters true: into a copy of them
+
+The last line is a JSON object; `ratio` is TRL's seconds per step over ours, or those of merged adapters;
+`ratios` has it by name, also with labels only.
 """
 
 import json
@@ -31,6 +37,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +103,6 @@ def our_step(
     return lambda: trainer.train_step(next(steps), run)
 
 
-def our_turn(
-    name: str, step: Callable[[], dict], num_rows: int, tokens: list[float], shares: PeakShares
-) -> float:
-    """Take a step of `num_rows` responses and return its seconds; append their tokens to `tokens`."""
-    return shares.timed(name, lambda: tokens.append(num_rows * step()["rollout/response_tokens"]))
-
-
 def peer_turn(peer: Peer, tokens: list[float]) -> float:
     """Let the peer take a step and return its seconds; append its response tokens to `tokens`."""
     answer = peer.go()
@@ -116,12 +116,22 @@ def main() -> None:
     args = begin(__doc__, 10, algorithms=peer_environments, has_models=True)
     is_grpo = args.algorithm == "grpo"
     num_samples = NUM_SAMPLES if is_grpo else 1
-    other = "ours, prompts apart" if is_grpo else "ours, cut by rows"
+    own: dict[str, Any] = {"packed": True}
+    other = "ours, cut by rows"
+    difference: dict[str, Any] = {"packed": False}
+    if args.lora:
+        own |= {"actor_lora_dim": args.lora, "critic_lora_dim": args.lora, "merge_adapters": "false"}
+        other = "ours, merged"
+        difference = {"merge_adapters": "true"}
+    elif is_grpo:
+        other = "ours, prompts apart"
+        difference = {"no_share_prompts": True}
     torch.set_num_threads(1)
     sizes = sizes_of(args.model, is_quick=args.quick)
     dtype = args.dtype
     shares = PeakShares()
     tokens: dict[str, list[float]] = {name: [] for name in ("ours", other, "trl", "labels only")}  # per step
+    seconds: dict[str, list[float]] = {name: [] for name in ("ours", other)}  # of generation
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         models = save_models(folder, seed=0, **sizes)
         prompts = ppo_prompts(256, 1, MAX_PROMPT)
@@ -138,15 +148,19 @@ def main() -> None:
             "kl_coef": 0.05,
             "dtype": dtype,
         }
-        plain = {"packed": True, "no_share_prompts": True} if is_grpo else {"packed": False}
-        steps = {
-            name: our_step(prompts, models["reward"], **flags, **more)
-            for name, more in (("ours", {"packed": True}), (other, plain))
-        }
         num_rows = NUM_PROMPTS * num_samples
+
+        def our_turn(name: str, step: Callable[[], dict]) -> float:
+            """Seconds of a step."""
+            metrics: dict[str, float] = {}
+            taken = shares.timed(name, lambda: metrics.update(step()))
+            tokens[name].append(num_rows * metrics["rollout/response_tokens"])
+            seconds[name].append(metrics["perf/generate_seconds"])
+            return taken
+
         ways = {
-            name: lambda name=name, step=step: our_turn(name, step, num_rows, tokens[name], shares)
-            for name, step in steps.items()
+            name: partial(our_turn, name, our_step(prompts, models["reward"], **flags, **more))
+            for name, more in (("ours", own), (other, own | difference))
         }
         if args.trl_python:
             rows_file = Path(folder, "prompts.json")
@@ -164,7 +178,10 @@ def main() -> None:
     for name in rates:
         print(f"{name}: {statistics.fmean(tokens[name]):.1f} response tokens a step")
     facts = shares.facts(dtype)
-    names = {"trl": args.algorithm, "labels only": "grpo_labels_only"}
+    if args.lora:
+        facts["generation_seconds"] = {n: round(statistics.median(s[1:] or s), 4) for n, s in seconds.items()}
+        print("generation alone: ", facts["generation_seconds"])
+    names = {"trl": args.algorithm, "labels only": "grpo_labels_only", "ours, merged": "merged"}
     ratios = {
         names[name]: round(rate["median"] / rates["ours"]["median"], 4)
         for name, rate in rates.items()
@@ -173,7 +190,7 @@ def main() -> None:
     print_result(
         f"{args.algorithm}_step",
         rates["ours"]["median"],
-        rates["trl"]["median"] if args.trl_python else None,
+        rates[peer]["median"] if args.trl_python or args.lora else None,
         is_lower_better=True,
         ratios=ratios or None,
         runs=args.runs,

@@ -4,7 +4,8 @@
 python benchmarks/bench_shared_base.py [--quick]
 
   shared  three saved adapters of one base: its parameters are held once
-  copies  the same adapters, each with a separate base
+  merged  the same, with --merge_adapters true: generation has a copy of the actor's adapted weights
+  copies  the same adapters as in `shared`, each with a separate base
 
 Each case runs in a separate process that builds the four roles of a random Llama (fp32; workload.py) and
 takes two steps of 4 prompts with responses of up to 32 tokens. `held` is the increase of resident memory from
@@ -69,9 +70,10 @@ def save_adapters(folder: Path, sizes: dict[str, int], *, is_shared: bool) -> di
     return {role: str(folder / role) for role in ROLES}
 
 
-def ppo_flags(folders: dict[str, str]) -> dict[str, Any]:
+def ppo_flags(folders: dict[str, str], *, merges: bool) -> dict[str, Any]:
     """The flags of step 3 for these adapters."""
     return {
+        "merge_adapters": str(merges).lower(),
         "actor_model_name_or_path": folders["actor"],
         "critic_model_name_or_path": folders["critic"],
         "actor_lora_dim": RANK,
@@ -83,21 +85,21 @@ def ppo_flags(folders: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def measure(folders: dict[str, str]) -> dict[str, float]:
+def measure(folders: dict[str, str], *, merges: bool) -> dict[str, float]:
     """The bytes held and at the peak in this process, which must be a new one."""
     prompts = ppo_prompts(64, 1, MAX_PROMPT)
     before = reset_peak()
-    step = our_step(prompts, folders["reward"], num_prompts=NUM_PROMPTS, **ppo_flags(folders))
+    step = our_step(prompts, folders["reward"], num_prompts=NUM_PROMPTS, **ppo_flags(folders, merges=merges))
     step()
     held = reset_peak() - before
     step()
     return {"held": held, "peak": peak_since(before)}
 
 
-def plan_bytes(folders: dict[str, str]) -> dict[str, float]:
+def plan_bytes(folders: dict[str, str], *, merges: bool) -> dict[str, float]:
     """Planned bytes of the weights of all roles, and of all tensors, at the peak."""
     flags = {"stage": 3, "gpu": "cpu", "enable_hybrid_engine": True, "reward": f"model:{folders['reward']}"}
-    flags |= ppo_flags(folders) | {"per_device_generation_batch_size": NUM_PROMPTS}
+    flags |= ppo_flags(folders, merges=merges) | {"per_device_generation_batch_size": NUM_PROMPTS}
     held = MemoryPlan(plan_run(flags)).peak.gpu
     return {
         "weights": sum(size for (_, what), size in held.items() if what == "weights"),
@@ -106,14 +108,15 @@ def plan_bytes(folders: dict[str, str]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure both."""
+    """Measure all."""
     args = read_args(__doc__)
     sizes = TINY if args.quick else SIZES
     cases: dict[str, dict[str, float]] = {}
-    for name in ("shared", "copies"):
+    for name in ("shared", "merged", "copies"):
+        merges = name == "merged"
         with tempfile.TemporaryDirectory() as folder:
-            folders = save_adapters(Path(folder), sizes, is_shared=name == "shared")
-            measured = in_new_process(measure, folders) | plan_bytes(folders)
+            folders = save_adapters(Path(folder), sizes, is_shared=name != "copies")
+            measured = in_new_process(measure, folders, merges=merges) | plan_bytes(folders, merges=merges)
         cases[name] = {what: round(size / MIB, 2) for what, size in measured.items()}
     print_table([{"MiB": name} | case for name, case in cases.items()])
     print_result(

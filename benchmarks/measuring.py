@@ -64,12 +64,14 @@ def read_args(
         parser.add_argument("--trl_python", default="", help="Python interpreter of TRL's environment")
     if algorithms:
         parser.add_argument("--algorithm", choices=list(algorithms), default=next(iter(algorithms)))
+        lora_help = "rank of LoRA: adapters beside the weights and merged, without TRL"
+        parser.add_argument("--lora", type=int, default=0, help=lora_help)
     if has_models:
         model, dtype = default_model()
         parser.add_argument("--model", choices=list(MODELS), default=model, help="shape of the models")
         parser.add_argument("--dtype", choices=("fp32", "bf16"), default=dtype)
     args = parser.parse_args()
-    if algorithms:
+    if algorithms and not args.lora:
         peer_environment = algorithms[args.algorithm]
     if peer_environment:
         cure = f"bash benchmarks/make_peer_env.sh {peer_environment} DIR, then --trl_python DIR/bin/python"

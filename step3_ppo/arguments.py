@@ -197,6 +197,13 @@ class HybridArguments(DecodeArguments):
         may_change=True,
         only_with="enable_hybrid_engine",
     )
+    merge_adapters: str = flag(
+        "auto",
+        "merge LoRA adapters into a copy of the actor's weights for generation; auto: only where generation "
+        "copies the weights anyway, under ZeRO-3 or with --inference_tp_size above 1",
+        choices=("auto", "true", "false"),
+        only_with="actor_lora_dim",
+    )
     offload_states_for_generation: bool = flag(
         False,
         "move optimizer states to the CPU during generation: the actor's, and the critic's if "

@@ -17,6 +17,7 @@ def build_tiny_engine(
     num_tokens: int = 320,
     smallest_sharded: int | None = 0,
     lora_names: str = "auto",
+    load_in_4bit: bool = False,
     **options: Any,
 ) -> Any:
     """Return an engine; stage 3 shards parameters from `smallest_sharded` elements on, None: by default."""
@@ -24,7 +25,8 @@ def build_tiny_engine(
     overrides = {"zero_optimization": zero} if stage == 3 else {}
     ds_config = build_config(zero_stage=stage, overrides=overrides, **options)
     dtype = options.get("dtype", "fp32")
-    model = load_causal_lm(ModelOptions(folder, dtype=dtype, dropout=0.0, ds_config=ds_config), num_tokens)
+    more = {"dtype": dtype, "dropout": 0.0, "ds_config": ds_config, "load_in_4bit": load_in_4bit}
+    model = load_causal_lm(ModelOptions(folder, **more), num_tokens)
     return build_engine(
         add_lora(model, LoraOptions(lora_dim, 3 * lora_dim, lora_names)),
         ds_config,

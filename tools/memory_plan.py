@@ -121,6 +121,8 @@ def _fill(run: Run, moment: Moment) -> Moment:
         if role.spec.is_trained:
             _hold_training_state(run, role, verb, moment)
         _hold_activations(run, role, verb, moment)
+        if role.spec.is_in_4bit and verb not in ("idle", "wait", "step"):  # one at a time
+            moment.hold(role.name, "unpacked weight", run.num_bytes * role.model.largest_linear)
         if role is run.actor:
             _hold_generation(run, role, verb == "generate", moment)
     moment.hold("device", "reserved", reserved_gib(run) * 2**30)

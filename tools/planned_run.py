@@ -20,6 +20,7 @@ from common.flags.args import Problems
 from common.flags.optimizer import check_optimizer
 from common.flags.plugins import import_plugins
 from common.generation.generate import DEFAULT_SLOTS
+from common.generation.hybrid_engine import merges_adapters
 from common.generation.resharding import Route, TPLayout, group_by_layers, plan_weight
 from common.generation.tp_plans import Cut, NoPlan, build_cuts
 from common.models.attention import backbone_of, takes_own_kernels
@@ -67,7 +68,9 @@ class PlannedModel:
         self.num_in_matrices = sum(in_matrices)
         self.largest_matrix = max(in_matrices, default=0)
         self.linear_names = linear_module_names(plain)
-        self.num_in_linear = sum(plain.get_submodule(n).weight.numel() for n in self.linear_names)
+        in_linear = [plain.get_submodule(name).weight.numel() for name in self.linear_names]
+        self.num_in_linear = sum(in_linear)
+        self.largest_linear = max(in_linear, default=0)
         stacks = (w for w in trained_weights(self.module).values() if w.num_stacked > 1)
         self.num_in_stacks = sum(w.parameter.numel() for w in stacks)  # with adapters
         self.is_value_model = isinstance(getattr(plain, "score", None), nn.Linear)
@@ -111,11 +114,18 @@ class Switch(NamedTuple):
 
 @cache
 def plan_switch(
-    model: PlannedModel, layout: TPLayout, at_once: int, *, is_sharded: bool, is_packed: bool = False
+    model: PlannedModel,
+    layout: TPLayout,
+    at_once: int,
+    *,
+    is_sharded: bool,
+    merges: bool = False,
+    is_packed: bool = False,
 ) -> Switch:
     """Elements that the hybrid engine moves and holds on a rank, by its own plan, `at_once` layers at a time.
 
-    Unless `is_sharded`, every rank has all weights. `is_packed`: linear layers are in 4 bits.
+    Unless `is_sharded`, every rank has all weights. `is_packed`: linear layers are in 4 bits. Unless it
+    `merges` adapters, generation has a copy of each factor A.
     """
     cuts = model.find_cuts(layout.tp_size)
     weights = trained_weights(model.module)
@@ -136,9 +146,12 @@ def plan_switch(
                 elif plan.route is Route.WHOLE and plan.cut is not None:
                     staged += layout.world_size * plan.shard_size
             # W + scaling B A is a new tensor, even if W's slice is a view.
-            is_linear = name.removesuffix(".weight") in model.linear_names
-            is_merged = weights[name].lora_a is not None or (is_packed and is_linear)
+            has_adapter = weights[name].lora_a is not None
+            is_special = has_adapter or (is_packed and name.removesuffix(".weight") in model.linear_names)
+            is_merged = is_special and (merges or weights[name].is_added_by_trainer)
             new += 0 if is_view and not is_merged else prod(plan.local_shape)
+            if has_adapter and not is_merged:
+                new += weights[name].lora_a.numel() + is_sharded * weights[name].lora_b.numel()
         max_staged = max(max_staged, staged)
         max_new = max(max_new, new - new_before)
     return Switch(new, from_group, from_all, max_staged, max_new)
@@ -259,6 +272,9 @@ class Run:
             TPLayout(self.num_ranks, self.tp_size, rank, is_contiguous),
             self.args.tp_gather_partition_size,
             is_sharded=self.actor.is_sharded,
+            merges=merges_adapters(
+                self.args.merge_adapters, self.actor.is_sharded, self.args.inference_tp_size
+            ),
             is_packed=self.actor.num_packed > 0,
         )
 

@@ -158,22 +158,31 @@ class DecodeGraphs:
         self.graphs: dict[tuple[int, int, SamplingOptions | None], torch.cuda.CUDAGraph] = {}
         self.is_capturable = True
         self._addresses: list[int] = []
+        self._is_checked = False  # since the generation began
         self._pool: object | None = None
         self._stream: torch.cuda.Stream | None = None
         distributed.RELEASED_AT_STOP.add(self)
 
     def begin(self, options: SamplingOptions | None) -> None:
-        """Prepare for a generation; drop the graphs if a weight has moved or there are too many options."""
-        addresses = [parameter.data_ptr() for parameter in self.model.parameters()]
+        """Prepare for a generation."""
+        # The seed is used before a pass, not in it.
+        self._options = options and dataclasses.replace(options, seed=0)
+        self._is_checked = False
+
+    def _drop_stale(self) -> None:
+        """Drop the graphs if a weight has moved or there are too many options. The prompts' pass is over:
+        the first one moves the factors of adapters.
+        """
+        tensors = (*self.model.parameters(), *self.model.buffers())  # adapters are buffers
+        addresses = [tensor.data_ptr() for tensor in tensors]
         has_moved = addresses != self._addresses
         self._addresses = addresses
         if self.group is not None:
             has_moved = bool(distributed.max_float(has_moved, self.group))
-        # The seed is used before a pass, not in it.
-        self._options = options and dataclasses.replace(options, seed=0)
         known = {key[2] for key in self.graphs}
         if has_moved or (len(known) == _MAX_CACHED_SAMPLINGS and self._options not in known):
             self.release()
+        self._is_checked = True
 
     def release(self) -> None:
         """Destroy the graphs, even if something still refers to them."""
@@ -186,6 +195,8 @@ class DecodeGraphs:
         self, rows: int, upto: int, run_pass: Callable[[int, int], None], state: list[torch.Tensor]
     ) -> None:
         """Run `run_pass(rows, upto)`, as a graph if possible; `state`: the tensors that a pass modifies."""
+        if not self._is_checked:
+            self._drop_stale()
         key = (rows, upto, self._options)
         if self.is_capturable and key not in self.graphs:
             self._capture(key, lambda: run_pass(rows, upto), state)
@@ -257,6 +268,7 @@ class DecodeStep:
         self._dtype = next(model.parameters()).dtype
         self._rows = torch.arange(cache.num_slots, device=device)
         self._positions = torch.arange(cache.max_length, device=device)
+        self._unread = torch.zeros(1, dtype=self._dtype, device=device)
         # Passes between two checks for finished sequences: each check synchronizes with the device.
         self.passes_per_check = 4 if device.type == "cuda" else 1
         self._graphs = graphs if device.type == "cuda" else None
@@ -334,6 +346,9 @@ class DecodeStep:
 
     def _build_mask(self, positions: torch.Tensor, upto: int) -> Any:
         """Mask of each row over the first `upto` positions, in the form that the model expects."""
+        if self._has_slot_attention:  # reads lengths instead
+            unread = self._unread.expand(len(positions), 1, 1, upto)
+            return dict.fromkeys(WINDOWED | {"full_attention"}, unread) if self._is_mixed else unread
         keys = self._positions[:upto]
         is_visible = keys <= positions.unsqueeze(1)  # (n, L)
         if self._has_alibi:

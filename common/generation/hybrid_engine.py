@@ -3,7 +3,8 @@
 ZeRO 0-2 with one rank per replica: the inference module holds the trained weights themselves; nothing is
 copied or sent. ZeRO 3, or `inference_tp_size` t > 1: each rank receives its slice of every weight, and frees
 it after generation; while captured graphs read the slices, their memory is kept and refilled by the next
-switch. LoRA: adapted weights are merged into new tensors; the trained ones are never modified.
+switch. LoRA: adapters are computed beside the weights, or merged with them into new tensors; the trained
+weights are never modified.
 """
 
 from collections.abc import Iterator
@@ -54,6 +55,7 @@ class HybridOptions:
     generation_slots: int = 0
     no_cuda_graphs: bool = False
     offload_states_for_generation: bool = False
+    merge_adapters: str = "auto"
     max_length: int = 0
 
     @classmethod
@@ -61,6 +63,11 @@ class HybridOptions:
         """Build the options from the flags."""
         given = {name: getattr(args, name) for name in cls.__dataclass_fields__ if hasattr(args, name)}
         return cls(**given, max_length=args.max_prompt_seq_len + args.max_answer_seq_len)
+
+
+def merges_adapters(choice: str, is_sharded: bool, tp_size: int) -> bool:
+    """Whether --merge_adapters merges: `auto` does where a rank's slices of the weights are copies anyway."""
+    return choice == "true" or (choice == "auto" and (is_sharded or tp_size > 1))
 
 
 class HybridEngine:
@@ -105,7 +112,9 @@ class HybridEngine:
         self.groups = TPGroups(self.layout)
 
     def _build_inference_module(self, weights: dict[str, TrainedWeight]) -> None:
-        self._inference = InferenceModule(plain_model(self.module), distributed.device())
+        self._unmerged = {n: w for n, w in weights.items() if self._stays_unmerged(w)}
+        source = plain_model(self.module)
+        self._inference = InferenceModule(source, distributed.device(), unmerged=self._unmerged)
         self.inference_module = module = self._inference.module
         self._cuts: dict[str, Cut] = {}
         tp_size = self.options.inference_tp_size if self.options.enable_hybrid_engine else 1
@@ -121,6 +130,12 @@ class HybridEngine:
         self._resharder = Resharder(
             weights, self._cuts, self.layout, self.groups, gather_partition_size=layers_at_a_time
         )
+
+    def _stays_unmerged(self, weight: TrainedWeight) -> bool:
+        """Whether a weight is attached as it is: packed in 4 bits, or with its adapter beside it."""
+        merges = merges_adapters(self.options.merge_adapters, self.is_sharded, self.options.inference_tp_size)
+        is_special = weight.packing is not None or weight.lora_a is not None
+        return is_special and not merges and not weight.is_added_by_trainer
 
     @contextmanager
     def generation_mode(self) -> Iterator[nn.Module]:
@@ -159,21 +174,27 @@ class HybridEngine:
             )
         with named_out_of_memory(cure), torch.no_grad():
             for name, weight in self._resharder.load():
-                merged = self._merge(name, weight)
-                trained = local_shard(self._weights[name].parameter)
-                is_shared = merged.untyped_storage().data_ptr() == trained.untyped_storage().data_ptr()
-                self._inference.attach(name, merged, is_shared=is_shared)
+                self._attach(name, weight)
         self.received_bytes = self._resharder.received_bytes
 
-    def _merge(self, name: str, weight: TrainedWeight) -> torch.Tensor:
-        """This rank's slice of the weight; merged with its adapter, if any, into a new tensor."""
+    def _attach(self, name: str, weight: TrainedWeight) -> None:
+        """Attach this rank's slice of a weight, with or without its adapter merged into a new tensor."""
         cut = self._cuts.get(name)
         tp_rank = self.layout.tp_rank
 
         def take(factor: torch.Tensor, dim: int) -> torch.Tensor:
             return cut.take(factor, tp_rank) if cut is not None and cut.dim == dim else factor
 
-        return weight.merged(take)
+        weight = weight.cut_factors(take)
+        trained = self._weights[name]
+        if name not in self._unmerged:
+            weight = TrainedWeight(weight.merged())
+        self._inference.attach(
+            name, weight.parameter, is_shared=_is_view(weight.parameter, trained.parameter)
+        )
+        if weight.lora_a is not None:
+            is_shared = _is_view(weight.lora_a, trained.lora_a) and _is_view(weight.lora_b, trained.lora_b)
+            self._inference.attach_adapter(name, weight, is_shared=is_shared)
 
     def release(self) -> None:
         """Free the memory kept between generations: keys, values, graphs and slices."""
@@ -223,6 +244,11 @@ class HybridEngine:
     def _gather(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The flat tensors of all ranks of the replica, on the CPU; all of these ranks must call this."""
         return distributed.all_to_all([flat.cpu()] * self.layout.tp_size, self.groups.tp_group)
+
+
+def _is_view(tensor: torch.Tensor, trained: torch.Tensor) -> bool:
+    """Whether a tensor is in the memory of this rank's part of a trained one."""
+    return tensor.untyped_storage().data_ptr() == local_shard(trained).untyped_storage().data_ptr()
 
 
 class TransformersGenerator:

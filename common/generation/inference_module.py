@@ -10,36 +10,44 @@ Gradients do not pass through the sums over ranks.
 
 import copy
 import inspect
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from common.generation.kv_cache import choose_attention
+from common.generation.products import InputGroups, linear, use_adapter, use_onednn, use_packed_weight
 from common.generation.tp_plans import Cut
+from common.models.lora import TrainedWeight
 
 HEAD_WIDTHS = ("head_dim", "head_size")  # attributes that distinguish attention from an MLP
 # Attributes of an attention module: numbers of heads, and the width of all query heads together.
 COUNTS = ("num_heads", "num_attention_heads", "n_heads", "num_kv_heads", "num_key_value_heads")
 WIDTHS = ("embed_dim", "hidden_size", "split_size")
-# Weights that oneDNN multiplies on a CPU.
-ONEDNN_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class InferenceModule:
     """A transformers module without weights; `attach` gives it a weight, `detach` removes all of them.
 
     Captured graphs read weights at fixed addresses, so slices can keep their memory to be refilled. On a CPU
-    oneDNN multiplies the weights of `nn.Linear`, with `by_onednn`.
+    oneDNN multiplies the weights of `nn.Linear`, with `by_onednn`. Of the weights `unmerged`, adapters are
+    computed beside them, and those in 4 bits stay packed.
     """
 
-    def __init__(self, source: PreTrainedModel, device: torch.device, *, by_onednn: bool = True) -> None:
+    def __init__(
+        self,
+        source: PreTrainedModel,
+        device: torch.device,
+        *,
+        by_onednn: bool = True,
+        unmerged: Mapping[str, TrainedWeight] | None = None,
+    ) -> None:
         config = copy.deepcopy(source.config)
         config.use_cache = True
         config._attn_implementation = choose_attention(source)
@@ -49,8 +57,7 @@ class InferenceModule:
         self.module.eval().requires_grad_(False)
         if device.type == "cpu" and by_onednn:
             for module in self.module.modules():
-                if type(module) is nn.Linear:  # a subclass may compute something else
-                    module.forward = partial(_forward_of_linear, module)
+                use_onednn(module)
         buffers = dict(source.named_buffers())
         for prefix, module in self.module.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -62,6 +69,16 @@ class InferenceModule:
                     owners.setdefault(id(parameter), []).append((module, attribute))
         self._owners = {name: owners[id(p)] for name, p in self.module.named_parameters()}
         self._slices: dict[str, torch.Tensor] = {}  # weights outside the trainer's memory
+        self._adapted: dict[str, nn.Module] = {}
+        groups = InputGroups(self.module)
+        for name, weight in (unmerged or {}).items():
+            [(module, _)] = self._owners[name]
+            if weight.packing:
+                module.packing = weight.packing
+                use_packed_weight(module)
+            if weight.lora_a is not None:
+                self._adapted[name] = module
+                use_adapter(module, groups)
 
     def attach(self, name: str, weight: torch.Tensor, *, is_shared: bool = True) -> None:
         """Make a tensor the weight of this name and of those tied to it. `is_shared`: its memory is the
@@ -74,28 +91,20 @@ class InferenceModule:
         for module, attribute in self._owners[name]:
             module._parameters[attribute] = parameter
 
+    def attach_adapter(self, name: str, weight: TrainedWeight, *, is_shared: bool = True) -> None:
+        """Compute the adapter of `weight` beside the weight of this name; `is_shared` as in `attach`."""
+        self._adapted[name].adapter.attach(weight.lora_a, weight.lora_b, weight.scaling, is_shared=is_shared)
+
     def detach(self, *, keep_slices: bool = False) -> None:
         """Remove all weights; with `keep_slices` the slices' memory stays, for the next `attach`."""
+        for module in self._adapted.values():
+            module.adapter.detach(keep_slices=keep_slices)
         if not keep_slices:
             self._slices.clear()
         for owners in self._owners.values():
             for module, attribute in owners:
                 parameter = module._parameters[attribute]
                 module._parameters[attribute] = nn.Parameter(parameter.to("meta"), requires_grad=False)
-
-
-def _linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """As `F.linear`, on a CPU by oneDNN: for the few rows of a token step it reads the same weights up to
-    three times as fast as MKL, torch's choice in fp32.
-    """
-    is_for_onednn = weight.device.type == "cpu" and weight.dtype in ONEDNN_DTYPES
-    if not is_for_onednn or not torch.backends.mkldnn.is_available():
-        return F.linear(hidden, weight, bias)
-    return torch.ops.mkldnn._linear_pointwise(hidden, weight, bias, "none", [], "")
-
-
-def _forward_of_linear(module: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    return _linear(hidden, module.weight, module.bias)
 
 
 def share_weights(model: PreTrainedModel, *, by_onednn: bool = True) -> PreTrainedModel:
@@ -166,7 +175,9 @@ def _sum_outputs(module: nn.Linear | Conv1D, group: dist.ProcessGroup | None) ->
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         is_transposed = isinstance(module, Conv1D)
-        output = hidden @ module.weight if is_transposed else _linear(hidden, module.weight, None)
+        output = hidden @ module.weight if is_transposed else linear(hidden, module.weight)
+        if hasattr(module, "adapter"):
+            output = module.adapter.add(output, hidden)
         dist.all_reduce(output, group=group)
         return output if module.bias is None else output + module.bias
 

@@ -265,7 +265,8 @@ def share_backbone(model: PreTrainedModel, owner: nn.Module) -> None:
 class TrainedWeight(NamedTuple):
     """A weight and, if LoRA adapts it, the factors and the scaling of its adapter.
 
-    `packing`: the quantisation state of a weight in 4 bits.
+    `packing`: the quantisation state of a weight in 4 bits. `is_added_by_trainer`: the trainer's own forward
+    pass merges the adapter, instead of computing it beside the weight.
     """
 
     parameter: torch.Tensor
@@ -275,6 +276,7 @@ class TrainedWeight(NamedTuple):
     is_stored_transposed: bool = False  # (I, O) in GPT-2's Conv1D, (E, I, O) in gpt-oss
     packing: Any = None
     num_stacked: int = 1  # E: the weight is (E, O, I), A (E r, I), B (O, r E), where E varies fastest
+    is_added_by_trainer: bool = False
 
     def tensors(self) -> list[torch.Tensor]:
         """The weight and, if it has an adapter, the factors A and B."""
@@ -284,14 +286,20 @@ class TrainedWeight(NamedTuple):
         """This weight with other tensors instead of `tensors()`, such as gathered ones."""
         return self._replace(**dict(zip(("parameter", "lora_a", "lora_b"), tensors, strict=False)))
 
-    def merged(
-        self, take: Callable[[torch.Tensor, int], torch.Tensor] = lambda factor, dim: factor
-    ) -> torch.Tensor:
+    def cut_factors(self, take: Callable[[torch.Tensor, int], torch.Tensor]) -> "TrainedWeight":
+        """This weight, a part of the whole one, and the same part of its adapter: `take(factor, dim)` returns
+        a factor's part along dimension `dim` of the stored weight.
+        """
+        if self.lora_a is None or self.num_stacked > 1:
+            return self
+        if self.is_stored_transposed:
+            return self._replace(lora_a=take(self.lora_a.T, 0).T, lora_b=take(self.lora_b.T, 1).T)
+        return self._replace(lora_a=take(self.lora_a, 1), lora_b=take(self.lora_b, 0))
+
+    def merged(self) -> torch.Tensor:
         """weight + scaling B A in the weight's dtype, added in fp32; the weight itself without an adapter.
 
-        A weight in 4 bits is unpacked. Nothing is modified. If the weight is a part of the whole one,
-        `take(factor, dim)` must return the same part, along dimension `dim` of the stored weight, of a factor
-        that has that dimension.
+        A weight in 4 bits is unpacked. Nothing is modified.
         """
         weight = unpacked(self.parameter, self.packing) if self.packing else self.parameter
         if self.lora_a is None:
@@ -302,8 +310,7 @@ class TrainedWeight(NamedTuple):
         right = self.lora_a.float()
         if self.is_stored_transposed:
             left, right = right.T, left.T
-        delta = self.scaling * (take(left, 0) @ take(right, 1))
-        return (weight.float() + delta).to(weight.dtype)
+        return (weight.float() + self.scaling * (left @ right)).to(weight.dtype)
 
     def _merged_stack(self) -> torch.Tensor:
         """All experts' matrices merged one at a time, so that only one is in fp32."""
@@ -338,5 +345,6 @@ def trained_weights(model: nn.Module) -> dict[str, TrainedWeight]:
             is_transposed = is_conv1d or getattr(layer.get_base_layer(), "is_transposed", False)
             num_stacked = getattr(layer, "num_experts", 1)
             layout = layer.scaling["default"], bool(is_transposed), packing, num_stacked
-            weights[name] = TrainedWeight(parameter, *factors, *layout)
+            is_added = hasattr(layer, "parameter_name")
+            weights[name] = TrainedWeight(parameter, *factors, *layout, is_added_by_trainer=is_added)
     return weights

@@ -211,12 +211,14 @@ def check_greedy(hybrid: HybridEngine, reference: Reference) -> None:
     assert (hybrid.received_bytes > 0) == (hybrid.is_sharded and not hybrid.gather_by_layer)
 
 
-def check_sizes(folder: str, engine: Any, tp_sizes: tuple[int, ...], whens: tuple[str, ...] = WHENS) -> None:
+def check_sizes(
+    folder: str, engine: Any, tp_sizes: tuple[int, ...], whens: tuple[str, ...] = WHENS, **options: Any
+) -> None:
     """Hybrid engines of all sizes before and after an update."""
     with ExitStack() as stack:
-        hybrids = [stack.enter_context(hybrid_engine(engine, inference_tp_size=t)) for t in tp_sizes]
-        if 2 in tp_sizes and NUM_RANKS == 4:
-            hybrids.append(stack.enter_context(hybrid_engine(engine, **CONTIGUOUS)))
+        kinds = [{"inference_tp_size": t} for t in tp_sizes]
+        kinds += [CONTIGUOUS] if 2 in tp_sizes and NUM_RANKS == 4 else []
+        hybrids = [stack.enter_context(hybrid_engine(engine, **kind, **options)) for kind in kinds]
         for when in whens:
             reference = untrained_reference(folder)
             if when == "after":
@@ -235,11 +237,12 @@ def test_greedy_generation(stage, family, tp_sizes, model_folder, tiny_engine):
     check_sizes(folder, engine, tp_sizes)
 
 
+@pytest.mark.parametrize("merges", ["true", "false"])
 @pytest.mark.parametrize(("stage", "family", "tp_sizes"), cases_of(LORA))
-def test_adapters_are_merged_for_generation_alone(stage, family, tp_sizes, model_folder, tiny_engine):
+def test_adapters_act_in_generation(stage, family, tp_sizes, merges, model_folder, tiny_engine):
     folder = model_folder(family)
     engine = tiny_engine(folder, stage, 2, lora_names=".")
-    check_sizes(folder, engine, tp_sizes, ("after",))
+    check_sizes(folder, engine, tp_sizes, ("after",), merge_adapters=merges)
     adapters = [w.lora_b for w in trained_weights(engine.module).values() if w.lora_b is not None]
     assert adapters and any(bool(local_shard(b).any()) for b in adapters), "zeros would show nothing"
 
@@ -350,13 +353,15 @@ def test_sampled_texts_depend_on_nothing_but_sample_and_weights(model_folder, ti
 
 
 @ON_TWO
-@pytest.mark.parametrize(("lora_dim", "tp_size"), [(0, 2), (2, 2), (0, 1)])
-def test_captured_graphs_outlive_updates(lora_dim, tp_size, model_folder, tiny_engine):
+@pytest.mark.parametrize(
+    ("lora_dim", "tp_size", "merges"), [(0, 2, "auto"), (2, 2, "true"), (2, 2, "false"), (0, 1, "auto")]
+)
+def test_captured_graphs_outlive_updates(lora_dim, tp_size, merges, model_folder, tiny_engine):
     """Three steps capture once: slices stay where graphs read them, and a GPU's texts are a CPU's."""
 
     def run() -> Iterator[list[list[int]]]:
         engine = tiny_engine(folder, 3, lora_dim)
-        with hybrid_engine(engine, inference_tp_size=tp_size) as hybrid:
+        with hybrid_engine(engine, inference_tp_size=tp_size, merge_adapters=merges) as hybrid:
             for _ in range(3):
                 yield sample(hybrid, stop=-1)
                 train_once(engine)

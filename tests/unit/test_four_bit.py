@@ -174,9 +174,12 @@ def test_four_bit_rejects_gpt2_layers():
         four_bit.keep_packed(SimpleNamespace(modules=lambda: [layer]))
 
 
-def test_a_plan_has_the_packed_bases_and_unpacked_weights_to_generate():
-    """A layer of OPT has 12 H^2 weights in matrices. The critic has no adapters, and is not packed."""
-    flags = ("--dtype", "bf16", "--actor_lora_dim", "8", "--enable_hybrid_engine")
+@pytest.mark.parametrize("merges", ["auto", "true"])
+def test_a_plan_has_the_packed_bases_and_unpacked_weights_to_generate(merges):
+    """A layer of OPT has 12 H^2 weights in matrices. The critic has no adapters, and is not packed. Beside a
+    base, copies of the factors A suffice: 5 of width H and one of 4 H, and one matrix is unpacked at a time.
+    """
+    flags = ("--dtype", "bf16", "--actor_lora_dim", "8", "--enable_hybrid_engine", "--merge_adapters", merges)
     plain, packed = (ppo(OPT_1B, OPT_350M, *flags, *more) for more in ((), ("--load_in_4bit",)))
     matrices = 24 * 12 * 2048**2
     assert [role.num_packed for role in packed.roles if not role.spec.uses_actor] == [matrices, 0, 0]
@@ -184,3 +187,6 @@ def test_a_plan_has_the_packed_bases_and_unpacked_weights_to_generate():
     saved = before["actor", "weights"] - held["actor", "weights"]
     assert saved == pytest.approx(matrices * (2 - BYTES_PER_WEIGHT))
     assert held["actor", "slices of weights"] == before["actor", "slices of weights"]
+    copied = matrices if merges == "true" else 24 * 8 * 9 * 2048
+    assert held["actor", "slices of weights"] == 2 * copied
+    assert held["actor", "unpacked weight"] == 2 * 4 * 2048**2 and ("actor", "unpacked weight") not in before

@@ -191,7 +191,8 @@ def test_slices_stay_where_captured_graphs_read_them(is_released, tiny_model_fol
     """
 
     def run(record) -> list[list[list[int]]]:
-        hybrid, texts = build(folder, 0, 2, release_inference_cache=is_released), []
+        options = {"release_inference_cache": is_released, "merge_adapters": "true"}
+        hybrid, texts = build(folder, 0, 2, **options), []
         for _ in range(3):
             texts.append(generate(hybrid).response_ids.tolist())
             record(hybrid)

@@ -64,11 +64,15 @@ def test_switches_by_hand():
     assert staged == 2 * layers_by_columns * (4 - 1) / (4 * 2)  # sent and received, a layer at a time
     assert new_at_once == (4 * 32 * 32 + 3 * 32 * 64) / 2 + 2 * 32  # a layer's
     assert plan_switch(planned(LLAMA), layout, 2, is_sharded=True).staged == 2 * staged
-    # Without shards nothing is sent: rows, and what is not cut, are no copies. Merged adapters are.
+    # Without shards nothing is sent: rows, and what is not cut, are no copies. Merged adapters are, and the
+    # factors A of others, which are put side by side.
     whole = plan_switch(planned(LLAMA), layout, 8, is_sharded=False)
     assert whole == (by_columns / 2, 0, 0, 0, by_columns / 2)
-    merged = plan_switch(planned(LLAMA, LoraOptions(dim=4)), TPLayout(1, 1), 8, is_sharded=False)
-    assert merged == (adapted := 2 * (4 * 32 * 32 + 3 * 32 * 64), 0, 0, 0, adapted)
+    adapted = planned(LLAMA, LoraOptions(dim=4))
+    merged = plan_switch(adapted, TPLayout(1, 1), 8, is_sharded=False, merges=True)
+    assert merged == (size := 2 * (4 * 32 * 32 + 3 * 32 * 64), 0, 0, 0, size)
+    beside = plan_switch(adapted, TPLayout(1, 1), 8, is_sharded=False)
+    assert beside == (size := 2 * 4 * (6 * 32 + 64), 0, 0, 0, size)
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom", "gemma2"])
