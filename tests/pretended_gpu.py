@@ -241,7 +241,7 @@ def _torch_cuda(gpu: PretendedGpu, capability: tuple[int, int]) -> dict[str, Any
         "get_device_capability": lambda: capability,
         "get_device_name": lambda: properties.name,
         "get_device_properties": lambda: properties,
-        "mem_get_info": lambda: (gpu.total - gpu.allocated, gpu.total),
+        "mem_get_info": lambda device=None: (gpu.total - gpu.allocated, gpu.total),
         "memory_allocated": lambda: gpu.allocated,
         "max_memory_allocated": lambda: gpu.peak,
         "memory_reserved": lambda: gpu.allocated,

@@ -9,10 +9,12 @@ does not fit. run.sh, train.py and the steps' programs call it with --gpu here b
 exit code is 2 if the run does not fit, and 0 after a one-line note if it cannot be planned.
 """
 
+import contextlib
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.flags.args import Problems, begin_tool
@@ -21,6 +23,7 @@ from tools.step_flags import STEP_NAMES, THIS_MACHINE, PlanArguments, parse_step
 if __name__ == "__main__":
     begin_tool(PlanArguments, __doc__, parse_step_args)
 
+import psutil
 import torch
 
 from common.flags.streams import run_tool
@@ -31,6 +34,8 @@ from common.ranks.failures import first_line
 from tools.memory_plan import TRAINING, Holdings, MemoryPlan
 from tools.planned_run import Run, build_run, read_models, read_run
 from tools.traffic_plan import is_recomputed, plan_traffic
+
+CGROUP = Path("/sys/fs/cgroup")  # a container's limits, and what it uses
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -74,16 +79,36 @@ def plan_start(args: Any, problems: Problems) -> None:
 
 
 def with_own_gpu(args: Any) -> Any:
-    """The flags with the name, memory and precision of this machine's smallest GPU.
+    """The flags with this machine's memory, and the name and precision of its fullest GPU.
 
     Raises ValueError if torch sees none.
     """
     if not distributed.has_gpu():
         raise ValueError("torch sees no GPU")
-    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())][: args.num_gpus]
-    smallest = min(gpus, key=lambda gpu: gpu.total_memory)
-    gib = args.gpu_memory_gib or smallest.total_memory / 2**30
-    return replace(args, gpu=smallest.name, gpu_memory_gib=gib, dtype=distributed.dtype_name(args.dtype))
+    indices = range(min(torch.cuda.device_count(), args.num_gpus))
+    num_bytes, fullest = min((free_bytes(index), index) for index in indices)
+    return replace(
+        args,
+        gpu=torch.cuda.get_device_properties(fullest).name,
+        gpu_memory_gib=args.gpu_memory_gib or num_bytes / 2**30,
+        cpu_memory_gib=args.cpu_memory_gib or available_cpu_bytes() / 2**30,
+        dtype=distributed.dtype_name(args.dtype),
+    )
+
+
+def free_bytes(index: int) -> int:
+    """Memory of a GPU without what other programs hold; a GiB counts as this run's: its ranks start."""
+    free, total = torch.cuda.mem_get_info(index)
+    return min(free + 2**30, total)
+
+
+def available_cpu_bytes() -> int:
+    """CPU memory that new processes can use, within the limit of a container."""
+    available = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):  # no limit, or none of this kind
+        limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        available = min(available, limit - used)
+    return available
 
 
 # ---- printing -------------------------------------------------------------------------------------------

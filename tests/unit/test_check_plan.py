@@ -1,6 +1,7 @@
 """The program: what it prints, how it leaves, and suggestions that hold when they are followed."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -144,13 +145,34 @@ def test_a_step_that_does_not_fit_the_gpu_that_is_there_is_not_started(
     assert found == code and all(text in printed for text in words), printed
 
 
-@pytest.mark.parametrize(("num_gpus", "gib"), [(2, 24.0), (1, 80.0), (3, 16.0)])
-def test_the_smallest_gpu_that_is_used_is_planned_for(num_gpus, gib):
+@pytest.mark.parametrize(("num_gpus", "gib"), [(2, 24.0), (1, 80.0), (3, 16.0), (4, 13.0)])
+def test_the_fullest_gpu_that_is_used_is_planned_for(num_gpus, gib):
+    """The first has a GiB of contexts, which may be this run's; the last 12 GiB of another program's."""
     args = single(OPT_1B, "--num_gpus", str(num_gpus)).args
-    own = [mock.Mock(total_memory=size * GIB) for size in (80, 24, 16)]
-    found = {"device_count": lambda: len(own), "get_device_properties": own.__getitem__}
+    own = [(79 * GIB, 80 * GIB), (24 * GIB, 24 * GIB), (16 * GIB, 16 * GIB), (12 * GIB, 24 * GIB)]
+    found = {"device_count": lambda: len(own), "mem_get_info": own.__getitem__}
+    found["get_device_properties"] = lambda index: mock.Mock(major=8, minor=0)
     with pretended_gpu(), mock.patch.multiple(torch.cuda, **found):
         assert with_own_gpu(args).gpu_memory_gib == gib
+
+
+@pytest.mark.parametrize(("limit", "gib"), [("max", 9.0), (str(8 * GIB), 5.0), (str(20 * GIB), 9.0)])
+def test_a_start_is_checked_for_the_memory_that_the_machine_or_its_container_has(
+    limit, gib, tmp_path, monkeypatch, run_plan
+):
+    (tmp_path / "memory.max").write_text(limit)
+    (tmp_path / "memory.current").write_text(str(3 * GIB))
+    monkeypatch.setattr("tools.plan.CGROUP", tmp_path)
+    monkeypatch.setattr("tools.plan.psutil.virtual_memory", lambda: mock.Mock(available=9 * GIB))
+    args = single(OPT_1B).args
+    with pretended_gpu():
+        assert with_own_gpu(args).cpu_memory_gib == gib
+        assert with_own_gpu(replace(args, cpu_memory_gib=3.0)).cpu_memory_gib == 3.0
+    own = {"gpu": "a100-80g", "cpu_memory_gib": gib}
+    monkeypatch.setattr("tools.plan.with_own_gpu", lambda args: replace(args, **own))
+    offload = ("--offload", "optimizer", "--zero_stage", "2", "--gradient_checkpointing")
+    code, printed = run_plan(1, "--gpu", "here", *offload)
+    assert code == 2 and f"of CPU memory, and has {gib:.2f}" in printed
 
 
 def test_what_cannot_be_planned_stops_nobody(run_plan):
