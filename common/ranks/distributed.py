@@ -6,13 +6,16 @@ Every program runs the same way under `deepspeed`, `torchrun` and plain `python`
 import contextlib
 import functools
 import os
+import socket
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from datetime import timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -32,6 +35,7 @@ _IS_ON_CPU: ContextVar[bool] = ContextVar("_IS_ON_CPU", default=False)
 # its limit is longer than the failure detector's.
 NCCL_EXTRA_SECONDS = 30.0
 ALLOCATOR_VARIABLES = {f"PYTORCH_{kind}ALLOC_CONF" for kind in ("", "CUDA_", "HIP_")}
+EXPANDABLE = "expandable_segments:True"
 # Files that exist if the NVIDIA driver is installed; the second is for WSL.
 NVIDIA_DRIVER = ("/dev/nvidiactl", "/usr/lib/wsl/lib/nvidia-smi")
 BAD_INPUT = 2  # exit code
@@ -64,7 +68,11 @@ def start(local_rank: int = -1, collective_timeout: float = 1800.0) -> None:
     os.environ.setdefault("LOCAL_RANK", str(max(local_rank, 0)))
     if has_gpu() and not ALLOCATOR_VARIABLES & os.environ.keys():
         # Each phase requests other block sizes than the last one freed; expandable segments can be reused.
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        # Pinned memory from 1 MiB on is not rounded up to powers of two (torch 2.11 always rounds).
+        try:
+            torch._C._accelerator_setAllocatorSettings(f"{EXPANDABLE},pinned_max_round_threshold_mb:1")
+        except (ValueError, RuntimeError):
+            torch._C._accelerator_setAllocatorSettings(EXPANDABLE)
     if has_gpu():
         # In captured passes NCCL would register an expandable segment as one allocation, and hang.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
@@ -78,15 +86,38 @@ def start(local_rank: int = -1, collective_timeout: float = 1800.0) -> None:
         limit = timedelta(seconds=collective_timeout + (NCCL_EXTRA_SECONDS if backend == "nccl" else 0))
         # The defaults for groups created later, including ZeRO's.
         dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = limit
+        choose_interface()
         with _joining():
             store = _join()
             if world_size() > 1:  # opens more connections to the store
                 watchdog.start(store, rank(), world_size(), collective_timeout)
         group = dist.PrefixStore("world", store)
-        dist.init_process_group(backend, store=group, rank=rank(), world_size=world_size(), timeout=limit)
-        deepspeed.init_distributed(backend, verbose=False, timeout=limit)
-        if world_size() > 1 and backend == "nccl":
-            _host_group = dist.new_group(backend="gloo")
+        with _joining():
+            dist.init_process_group(backend, store=group, rank=rank(), world_size=world_size(), timeout=limit)
+            deepspeed.init_distributed(backend, verbose=False, timeout=limit)
+            if world_size() > 1 and backend == "nccl":
+                _host_group = dist.new_group(backend="gloo")
+
+
+def choose_interface() -> None:
+    """Make gloo use the network interface that reaches MASTER_ADDR, unless GLOO_SOCKET_IFNAME is set.
+
+    gloo would use the address of this machine's name, which on Debian and Ubuntu is 127.0.1.1.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ or num_ranks_here() == world_size():
+        return
+    with contextlib.suppress(OSError):  # MASTER_ADDR is unknown here: joining will say so
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        family, kind, _, _, target = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing
+            own = probe.getsockname()[0]
+        interfaces = psutil.net_if_addrs().items()
+        names = [
+            name for name, addresses in interfaces if own in {a.address.partition("%")[0] for a in addresses}
+        ]
+        if names and not ip_address(own).is_loopback:
+            os.environ["GLOO_SOCKET_IFNAME"] = names[0]
 
 
 def _join() -> dist.Store:
@@ -106,12 +137,17 @@ def _join() -> dist.Store:
 def _joining() -> Iterator[None]:
     try:
         yield
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
+    except RuntimeError as error:
+        is_gloo = "Gloo" in str(error)
+        if not (is_gloo or isinstance(error, (dist.DistNetworkError, dist.DistStoreError))):
+            raise
         rank, address, port = (os.environ[name] for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
         say(
             f"error: rank {rank} cannot join the others at MASTER_ADDR={address} MASTER_PORT={port} "
             f"({first_line(error)}); check whether another rank has ended and why, choose a free port "
             "(deepspeed --master_port), and check that all machines can reach that address"
+            + ", and each other by the interface GLOO_SOCKET_IFNAME"
+            * is_gloo
         )
         raise SystemExit(BAD_INPUT if "EADDRINUSE" in str(error) else OTHER_RANK_FAILED) from error
 

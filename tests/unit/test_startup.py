@@ -178,7 +178,8 @@ def test_who_tells_the_problems(monkeypatch, capsys, rank, local_rank, by_all, i
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.skipif(not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="torch 2.11")
 @pytest.mark.parametrize(
-    ("variable", "found"), [("", "expandable_segments:True"), ("PYTORCH_CUDA_ALLOC_CONF", "")]
+    ("variable", "found"),
+    [("", "expandable_segments:True,pinned_max_round_threshold_mb:1"), ("PYTORCH_CUDA_ALLOC_CONF", "")],
 )
 def test_blocks_of_gpu_memory_grow_unless_the_user_says_how(monkeypatch, variable, found):
     for name in {*distributed.ALLOCATOR_VARIABLES, "NCCL_GRAPH_REGISTER"}:
@@ -193,6 +194,22 @@ def test_blocks_of_gpu_memory_grow_unless_the_user_says_how(monkeypatch, variabl
     assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
     assert torch._C._accelerator_getAllocatorSettings() == found
     torch._C._accelerator_setAllocatorSettings("")
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_torch_that_always_rounds_pinned_memory_gets_the_other_setting(monkeypatch):
+    def set_settings(text: str) -> None:
+        if "pinned" in text:
+            raise ValueError("Unrecognized key 'pinned_max_round_threshold_mb'")
+        known.append(text)
+
+    for name in distributed.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    known: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", set_settings)
+    with pretended_gpu():
+        distributed.start()
+    assert known == ["expandable_segments:True"]
 
 
 TURING, AMPERE = (7, 5), (8, 0)
