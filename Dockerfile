@@ -9,6 +9,6 @@ WORKDIR /triptych
 COPY requirements*.txt constraints.txt ./
 COPY training_scripts/setup_env.sh training_scripts/
 RUN ["bash", "-ec", "for file in requirements-demo requirements-dev; do source training_scripts/setup_env.sh $file.txt; done"]
-RUN if command -v nvcc; then python -m pip install --no-build-isolation -r requirements-gpu.txt; fi
+RUN if command -v nvcc; then python -m pip install wheel ninja; python -m pip install --no-build-isolation -r requirements-gpu.txt; fi
 COPY . .
 CMD ["bash", "-c", "bash training_scripts/demo/run_demo.sh && bash tests/run.sh"]

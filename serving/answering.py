@@ -243,11 +243,11 @@ class Answerer:
         decode = self.tokenizer.decode
         ids = torch.tensor(token_ids)
         inputs = build_model_inputs(ids, torch.tensor([len(ids)]), is_packed=False)
-        inputs, slots = inputs.to(self.model.device, torch.arange(len(ids) - 1))
         logits_of = read_logit_transform(self.model.config).transform
         head = self.model.get_output_embeddings()
         numbers: list[tuple[float, list[float], list[int]]] = []  # logprob, top logprobs, top ids
-        with device_turn():
+        with device_turn():  # copies too: another request may be capturing its passes
+            inputs, slots = inputs.to(self.model.device, torch.arange(len(ids) - 1))
             hidden = compute_hidden(self.model, inputs)[slots].split(_POSITIONS_AT_A_TIME)  # (T - 1, H)
             for states, expected in zip(hidden, ids[1:, None].split(_POSITIONS_AT_A_TIME), strict=True):
                 logprobs = logits_of(head(states).float())[:, : self.num_token_ids].log_softmax(-1).cpu()

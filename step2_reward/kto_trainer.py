@@ -125,8 +125,9 @@ class KTOTrainer(Trainer):
         return loss, more | {
             "kl": self.baseline * len(batch),
             "accuracy": wins((ratios - self.baseline) * (2 * labels - 1)).sum(),
-            "desirable_reward": (self.args.beta * ratios[is_good].sum(), is_good.sum()),
-            "undesirable_reward": (self.args.beta * ratios[~is_good].sum(), (~is_good).sum()),
+            # No selection by a mask: its size would have to be read from the device.
+            "desirable_reward": (self.args.beta * ratios.where(is_good, 0.0).sum(), is_good.sum()),
+            "undesirable_reward": (self.args.beta * ratios.where(~is_good, 0.0).sum(), (~is_good).sum()),
         }
 
     def evaluate_batches(self, batches: Iterable[tuple[PackedBatch, torch.Tensor]]) -> dict[str, float]:
