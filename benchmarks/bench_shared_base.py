@@ -9,16 +9,20 @@ python benchmarks/bench_shared_base.py [--quick]
 
 Each case runs in a separate process that builds the four roles of a random Llama (fp32; workload.py) and
 takes two steps of 4 prompts with responses of up to 32 tokens. `held` is the increase of resident memory from
-before the models are loaded to the end of the first step, `peak` that to the peak of the second; `planned` is
-the plan of `tools.plan` for the same flags, tensors only.
+before the models are loaded to the end of the first step, `peak` that to the peak of the second, `sampling`
+what the first generation adds; `planned` is the plan of `tools.plan` for the same flags, tensors only, and
+`copies to sample` its part that generation alone holds: slices of weights.
 
 The last line is a JSON object, in MiB; `ratio` is the copies' peak over that of the shared base.
 """
 
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]  # repository root, when run as a script
 
@@ -36,6 +40,7 @@ from benchmarks.measuring import (
     reset_peak,
 )
 from benchmarks.workload import TINY, VOCABULARY, build_tokenizer, ppo_prompts, size_of, small_llama_config
+from common.generation.hybrid_engine import HybridEngine
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.lora import LoraOptions, add_lora
 from common.models.value_model import load_value_model
@@ -89,19 +94,34 @@ def measure(folders: dict[str, str], *, merges: bool) -> dict[str, float]:
     """The bytes held and at the peak in this process, which must be a new one."""
     prompts = ppo_prompts(64, 1, MAX_PROMPT)
     before = reset_peak()
-    step = our_step(prompts, folders["reward"], num_prompts=NUM_PROMPTS, **ppo_flags(folders, merges=merges))
-    step()
+    growth: list[float] = []
+    switch = HybridEngine.generation_mode
+
+    @contextmanager
+    def measured(hybrid: HybridEngine) -> Iterator[Any]:
+        resident = reset_peak()
+        with switch(hybrid) as module:
+            yield module
+            growth.append(peak_since(resident))
+
+    with mock.patch.object(HybridEngine, "generation_mode", measured):
+        step = our_step(
+            prompts, folders["reward"], num_prompts=NUM_PROMPTS, **ppo_flags(folders, merges=merges)
+        )
+        step()
     held = reset_peak() - before
     step()
-    return {"held": held, "peak": peak_since(before)}
+    return {"held": held, "sampling": growth[0], "peak": peak_since(before)}
 
 
 def plan_bytes(folders: dict[str, str], *, merges: bool) -> dict[str, float]:
     """Planned bytes of the weights of all roles, and of all tensors, at the peak."""
     flags = {"stage": 3, "gpu": "cpu", "enable_hybrid_engine": True, "reward": f"model:{folders['reward']}"}
     flags |= ppo_flags(folders, merges=merges) | {"per_device_generation_batch_size": NUM_PROMPTS}
-    held = MemoryPlan(plan_run(flags)).peak.gpu
+    plan = MemoryPlan(plan_run(flags))
+    held = plan.peak.gpu
     return {
+        "copies to sample": plan.of_phase("generate").gpu["actor", "slices of weights"],
         "weights": sum(size for (_, what), size in held.items() if what == "weights"),
         "planned": sum(size for (_, what), size in held.items() if what != "reserved"),
     }

@@ -3,6 +3,7 @@
 The scripts run for real, with a fake `deepspeed` first on PATH that writes down its arguments.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from common.data.registry import ADAPTERS
 from common.flags.args import Problems, parse_args
@@ -34,6 +37,7 @@ from training_scripts.plan_memory import planned_gib, with_figures
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "training_scripts"
+ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SCRIPTS = sorted(path for step in STEPS for path in (FOLDER / step).rglob("*.sh"))
 RUN = FOLDER / "run.sh"
 FAKE_DEEPSPEED = """#!/usr/bin/env bash
@@ -276,7 +280,55 @@ def test_the_pages_cards_have_room_for_what_they_are_said_to_fit():
         assert float(gib) in memory and all(
             float(cell.split()[1]) < float(gib) for cell in cells.split(" | ")
         ), name
-    assert len(CELLS) == 18
+    assert len(CELLS) == 17
+
+
+ONE_BASE = FOLDER / "one_base.sh"
+
+
+def one_base_words(tmp_path: Path, *flags: str, **variables: str) -> dict[str, list[str]]:
+    """Return the words of each step's program that the script starts."""
+    words = {}
+    for step in ("sft", "reward", "ppo"):
+        run = launch(ONE_BASE, tmp_path, *flags, STEPS=step, **variables)
+        assert run.exit_code == 0 and run.launcher_words == ["--num_gpus", "1"]
+        words[step] = run.program_words
+    return words
+
+
+@pytest.mark.parametrize(
+    ("flags", "card", "gib"),
+    [((), "a10-24g", (21.0, 21.0, 20.0)), (("--load_in_4bit",), "t4-16g", (11.4, 11.5, 10.4))],
+)
+def test_three_steps_of_an_8b_fit_one_card(flags, card, gib, tmp_path):
+    """PPO's critic, reference and reward model included: all are adapters of one base."""
+    outputs = tmp_path / "output"
+    words = one_base_words(tmp_path, *flags, OUTPUT_DIR=str(outputs))
+    for step in ("sft", "reward"):  # what steps 1 and 2 leave
+        folder = outputs / step / "adapter"
+        folder.mkdir(parents=True)
+        config = {"peft_type": "LORA", "r": 64, "lora_alpha": 64, "target_modules": ADAPTED}
+        config["base_model_name_or_path"] = "meta-llama/Llama-3.1-8B"
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        factors = {"score.weight": torch.zeros(1, 4096)} if step == "reward" else {"x": torch.zeros(1)}
+        save_file(factors, folder / "adapter_model.safetensors")
+    planned = []
+    for number, step in enumerate(words, 1):
+        own = ["--stage", str(number), "--gpu", card, "--dtype", "bf16"]
+        args = parse_step_args(PlanArguments, [*own, *words[step]], problems=(problems := Problems()))
+        memory = MemoryPlan(read_run(args, problems))
+        assert memory.fits
+        planned.append(round(memory.peak.total / 2**30, 1))
+    assert tuple(planned) == gib
+    roles = {role.name for role in read_run(args, problems).roles}
+    assert roles == {"actor", "reference", "critic", "reward"}
+
+
+def test_a_step_that_there_is_not_is_named(tmp_path):
+    done = subprocess.run(
+        ["bash", ONE_BASE], env=os.environ | {"STEPS": "dpo"}, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "dpo is none of sft, reward, ppo" in done.stderr
 
 
 @pytest.mark.slow
