@@ -154,13 +154,17 @@ def test_other_sampling_options_keep_the_cache_and_some_graphs():
         assert generator._step.cache is cache and len(gpu.graphs) <= 2 * counts[0]
 
 
-def test_graphs_are_forgotten_when_a_weight_moves():
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_graphs_are_forgotten_when_a_weight_moves(is_buffer):
+    """Or a factor of an adapter, which is a buffer."""
     with pretended_gpu() as gpu:
         generator = make_generator()
+        generator.model.lm_head.register_buffer("factor", torch.zeros(3, device="cuda"))
         before = texts(generator)
         kept = set(gpu.graphs)
         assert texts(generator) == before and set(gpu.graphs) == kept
-        weight = generator.model.lm_head.weight
+        head = generator.model.lm_head
+        weight = head.factor if is_buffer else head.weight
         weight.data = weight.data.clone()
         assert texts(generator) == before and not set(gpu.graphs) & kept
 
