@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+PADDED_TOKENS = 32_768  # at most, padding included, in a batch that is scored: 64 rows of 512
 ROW_IDS = "row_ids"  # key of the texts that name each item's source row
 
 
@@ -213,9 +214,17 @@ def sum_by_sequence(x: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor) 
 def score_by_length(
     rows: list[Any], batch_size: int, score_batch: Callable[[list[Any]], list[float]]
 ) -> list[float]:
-    """A score per row, computed in batches of rows of similar length, which need little padding."""
+    """A score per row, computed in batches of rows of similar length, which need little padding.
+
+    A batch has at most `batch_size` rows, and PADDED_TOKENS unless its only row is longer.
+    """
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
-    batches = (order[first : first + batch_size] for first in range(0, len(order), batch_size))
+    batches: list[list[int]] = []
+    for index in order:
+        num_rows = min(batch_size, PADDED_TOKENS // max(len(rows[index]), 1))
+        if not batches or len(batches[-1]) >= num_rows:
+            batches.append([])
+        batches[-1].append(index)
     scores = [score for batch in batches for score in score_batch([rows[index] for index in batch])]
     return [score for _, score in sorted(zip(order, scores, strict=True))]
 

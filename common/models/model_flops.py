@@ -127,14 +127,14 @@ def _attention_width(layer: Any) -> int:
 def own_peak_flops(dtype: torch.dtype) -> float:
     """Peak FLOP/s of this process's device in `dtype`.
 
-    For a GPU in DEVICES the data sheet's figure; any other device is measured by matrix products: on a CPU
-    with this process's threads, while all its other ranks do the same.
+    For a GPU in DEVICES the data sheet's figure; any other device is measured by matrix products, as is a
+    part of a GPU (MIG): on a CPU with this process's threads, while all its other ranks do the same.
     """
     is_gpu = distributed.has_gpu()
     # Whole words: an "NVIDIA A100-SXM4-80GB" is not an A10.
     words = re.findall(r"\w+", torch.cuda.get_device_name().lower()) if is_gpu else ()
     for kind, device in DEVICES.items():
-        if kind.partition("-")[0] in words:
+        if kind.partition("-")[0] in words and "mig" not in words:
             return 1e12 * (device.tflops_fp32 if dtype == torch.float32 else device.tflops_16bit)
     return measure_flops(dtype)
 

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.data import packed_batch
 from common.data.collators import collate_pairs, collate_prompts, collate_sft, collate_texts, prompt_texts
-from common.data.packed_batch import PackedBatch, pad_rows, padded_slots, token_positions
+from common.data.packed_batch import PackedBatch, pad_rows, padded_slots, score_by_length, token_positions
 
 few_examples = settings(max_examples=30, deadline=None)
 TRAILING = {"tokens": (), "values": (3,), "flags": ()}
@@ -208,3 +209,26 @@ def test_collate_prompts_keeps_texts():
 def test_repr_has_shapes_and_no_numbers():
     batch = PackedBatch.build(("a", "b"), {"ids": [torch.arange(3), torch.arange(400)]})
     assert repr(batch) == "PackedBatch of 2: ids (403,) int64"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "batch_size", "sizes"),
+    [
+        ([3, 1, 2], 2, [[1, 2], [3]]),
+        ([4, 4, 4], 64, [[4, 4], [4]]),  # at most 10 tokens
+        ([1, 1, 1, 9, 2], 64, [[1, 1, 1, 2], [9]]),  # 4 x 2, but not 5 x 9
+        ([11, 30], 64, [[11], [30]]),  # longer than that
+        ([0, 0], 2, [[0, 0]]),
+        ([], 2, []),
+    ],
+)
+def test_rows_are_scored_in_batches_that_are_not_too_large(lengths, batch_size, sizes, monkeypatch):
+    def score(batch: list[list[int]]) -> list[float]:
+        seen.append([len(row) for row in batch])
+        return [float(row[0]) if row else -1.0 for row in batch]
+
+    monkeypatch.setattr(packed_batch, "PADDED_TOKENS", 10)
+    rows = [[number] * length for number, length in enumerate(lengths)]
+    seen: list[list[int]] = []
+    assert score_by_length(rows, batch_size, score) == [float(row[0]) if row else -1.0 for row in rows]
+    assert seen == sizes

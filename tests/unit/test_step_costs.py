@@ -194,3 +194,6 @@ def test_a_gpu_has_its_data_sheets_peak_and_a_cpu_is_measured(monkeypatch):
     assert model_flops.own_peak_flops(torch.bfloat16) == 125e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 4090")
     assert model_flops.own_peak_flops(torch.float32) == 82.6e12
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-40GB MIG 1g.5gb")
+    monkeypatch.setattr(model_flops, "measure_flops", lambda dtype: 7.0)
+    assert model_flops.own_peak_flops(torch.float32) == 7.0, "a part of a card is measured"
