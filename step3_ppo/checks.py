@@ -17,7 +17,7 @@ from common.flags.problems import given_flags
 from common.generation.decode_probe import why_not_generated
 from common.generation.tp_plans import NoPlan, build_cuts
 from common.models.four_bit import incompatible_flags
-from common.models.saved_adapters import is_adapter
+from common.models.saved_adapters import check_supported, is_adapter
 from common.models.tensor_ops import wilson_interval
 from common.models.value_model import has_saved_head
 from common.programs import model_checks, startup
@@ -335,8 +335,10 @@ def check_models(args: PPOArguments, specs: list[RoleSpec], problems: Problems) 
         model_checks.check_length(config, prompt + answer, f"{lengths} ({spec.label})", problems)
         has_adapters = spec.is_trained and (spec.flags.lora_dim > 0 or is_adapter(path))
         if has_adapters and not is_adapter(path):
-            module_name = spec.flags.lora_module_name
-            model_checks.check_lora(f"--{spec.name}_lora_module_name", config, module_name, args, problems)
+            model_checks.check_lora(f"{spec.name}_", config, spec.flags, args, problems)
+        elif is_adapter(path):
+            with problems.catch():
+                check_supported(path)
         tokenizer = model_checks.check_tokenizer(flag, path, args, problems)
         lora_flag = f"--{spec.name}_lora_dim" if has_adapters else ""
         startup.print_note(

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
+PACKS_NO_CONV1D = "--load_in_4bit does not support Conv1D layers (GPT-2); leave it out"
 # 4 bits per weight, an 8-bit scale per 64 weights, an fp32 scale per 256 of those.
 BYTES_PER_WEIGHT = 0.5 + 1 / 64 + 4 / (64 * 256)
 
@@ -59,7 +60,7 @@ def keep_packed(model: nn.Module) -> None:
     """
     for module in model.modules():
         if getattr(module, "source_cls", None) is Conv1D:
-            raise ValueError("--load_in_4bit does not support Conv1D layers (GPT-2); leave it out")
+            raise ValueError(PACKS_NO_CONV1D)
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
 

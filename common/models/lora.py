@@ -26,6 +26,7 @@ from common.models.saved_adapters import (
     ADAPTER_WEIGHTS,
     POOLING,
     SCORE_HEAD,
+    check_supported,
     is_adapter,
     read_adapter_config,
 )
@@ -208,6 +209,7 @@ def _read_lora_config(folder: str) -> Any:
     """PEFT's configuration of a saved adapter, without dropout and task-specific fields."""
     from peft import LoraConfig
 
+    check_supported(folder)
     config = {name: value for name, value in read_adapter_config(folder).items() if name != POOLING}
     config |= {"task_type": None, "modules_to_save": None, "lora_dropout": 0.0, "inference_mode": False}
     try:

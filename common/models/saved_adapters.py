@@ -9,6 +9,19 @@ from safetensors import SafetensorError, safe_open
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 SCORE_HEAD = "score.weight"  # suffix of the name of a reward model's head
+# Parts of PEFT's LoRA besides two factors per matrix.
+UNSUPPORTED = (
+    "use_dora",
+    "lora_bias",
+    "use_qalora",
+    "use_bdlora",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "trainable_token_indices",
+    "layer_replication",
+    "kasa_config",
+    "monteclora_config",
+)
 POOLING = "reward_pooling"  # key in the configuration of a reward model or its adapter: step 2's flag
 
 
@@ -49,6 +62,16 @@ def read_adapter_config(path: str) -> dict[str, Any]:
         kind = config.get("peft_type") if isinstance(config, dict) else None
         raise ValueError(f"{path} is an adapter of type {kind}; only LORA is supported")
     return config
+
+
+def check_supported(path: str) -> None:
+    """Raise ValueError if an adapter has parts besides two factors per matrix: they would have no effect."""
+    config = read_adapter_config(path)
+    if extra := [name for name in UNSUPPORTED if config.get(name)]:
+        raise ValueError(
+            f"{path} is an adapter with {', '.join(extra)}, which is not supported here; merge it into its "
+            "base first: PEFT's merge_and_unload(), then save_pretrained(NEW), and give NEW"
+        )
 
 
 def adapter_rank(path: str) -> int:

@@ -12,12 +12,14 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedTokenizerFast,
 )
+from transformers.pytorch_utils import Conv1D
 
 from common.data.tokenizer import load_tokenizer, num_token_ids
 from common.flags.args import Problems
 from common.flags.problems import has_hub_form
 from common.models.deepspeed_chat import is_reward_model, load_base_tokenizer
 from common.models.family_probe import probe_family
+from common.models.four_bit import PACKS_NO_CONV1D
 from common.models.loading import length_limit
 from common.models.lora import adapted_model_targets
 from common.models.saved_adapters import base_of, is_adapter, tokenizer_of
@@ -130,12 +132,23 @@ def empty_model(config: Any, args: Any, auto_class: Any = AutoModelForCausalLM) 
         return auto_class.from_config(config, trust_remote_code=args.trust_remote_code)
 
 
-def check_lora(flag: str, config: Any, module_name: str, args: Any, problems: Problems) -> None:
-    """Add a problem if `module_name` matches no matrix of the model."""
-    if config is None or module_name == "auto":
+def check_lora(prefix: str, config: Any, role: Any, args: Any, problems: Problems) -> None:
+    """Add the problems of new adapters. `role` has lora_dim and lora_module_name, flags after `prefix`."""
+    if config is None:
         return
+    width = getattr(config.get_text_config(), "hidden_size", role.lora_dim)
+    problems.add_if(
+        role.lora_dim > width,
+        f"--{prefix}lora_dim {role.lora_dim} is above {width}, a side of every matrix of the model: such an "
+        "adapter is larger than what it adapts; lower it",
+    )
+    if role.lora_module_name == "auto" and not args.load_in_4bit:
+        return
+    model = empty_model(config, args)
+    has_conv1d = any(isinstance(module, Conv1D) for module in model.modules())
+    problems.add_if(args.load_in_4bit and has_conv1d, PACKS_NO_CONV1D)
     with problems.catch():
-        adapted_model_targets(empty_model(config, args), module_name, flag)
+        adapted_model_targets(model, role.lora_module_name, f"--{prefix}lora_module_name")
 
 
 def check_new_tokens(

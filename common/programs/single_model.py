@@ -60,7 +60,7 @@ def begin(
     if check and config:
         check(config, args, problems)
     if args.lora_dim:
-        model_checks.check_lora("--lora_module_name", config, args.lora_module_name, args, problems)
+        model_checks.check_lora("", config, args, args, problems)
     for problem in incompatible_flags(args):
         problems.add(problem)
     start.tokenizer = config and model_checks.check_tokenizer(flag, args.model_name_or_path, args, problems)

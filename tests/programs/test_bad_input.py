@@ -161,6 +161,8 @@ FLAGS = [
         ["--max_answer_seq_len 120", "144 tokens", "128 positions"], count=2),
     Row("no such layers", 3, flag(actor_lora_dim=4, actor_lora_module_name="nothing."),
         ["--actor_lora_module_name", "'nothing.'", "q_proj"]),
+    Row("a rank above the matrix", 3, flag(critic_lora_dim=400),
+        ["--critic_lora_dim 400 is above", "lower it"]),
     Row("packed and trained", 3, flag(load_in_4bit=True, actor_zero_stage=3),
         ["without --actor_lora_dim or --critic_lora_dim", "--actor_zero_stage 3 exclude each other"],
         count=2 + (find_spec("bitsandbytes") is None)),

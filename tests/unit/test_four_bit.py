@@ -5,14 +5,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from planned_runs import OPT_1B, OPT_350M, ppo
+from tiny_configs import tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from common.flags.args import Problems
 from common.models import four_bit
 from common.models.four_bit import BYTES_PER_WEIGHT, incompatible_flags, whole_shape
 from common.models.loading import ModelOptions, load_causal_lm, load_pretrained
 from common.models.lora import LoraOptions, add_lora, trained_weights
 from common.models.model_flops import ModelFlops
+from common.programs.model_checks import check_lora
 from common.runs.export import save_adapter, save_export
 from step1_sft.arguments import SFTArguments
 from step3_ppo.arguments import PPOArguments
@@ -166,6 +169,14 @@ def test_a_pass_in_eval_mode_packs_nothing_anew(packed, library):
         in_eval = model.eval()(input_ids=ids).logits
         assert model.train()(input_ids=ids).logits.equal(in_eval)
     assert all(weight.parameter.equal(before[name]) for name, weight in trained_weights(model).items())
+
+
+def test_four_bit_rejects_gpt2_layers_before_any_is_loaded():
+    problems = Problems()
+    flags = SFTArguments(load_in_4bit=True, lora_dim=4)
+    check_lora("", tiny_config("gpt2", 320), flags, flags, problems)
+    check_lora("", tiny_config("llama", 320), flags, flags, problems)
+    assert problems.messages == ["--load_in_4bit does not support Conv1D layers (GPT-2); leave it out"]
 
 
 def test_four_bit_rejects_gpt2_layers():

@@ -94,7 +94,8 @@ def test_a_name_means_linear_layers_and_experts_and_auto_no_experts():
 def test_a_name_that_is_nowhere_names_the_experts_too():
     problems = Problems()
     config = tiny_config("mixtral", 320)
-    check_lora("--lora_module_name", config, "fc1", sft_flags(lora_dim=2), problems)
+    flags = sft_flags(lora_dim=2, lora_module_name="fc1")
+    check_lora("", config, flags, flags, problems)
     [problem] = problems.messages
     assert "'fc1' matches no linear layer and no stacked matrix" in problem and "gate_up_proj" in problem
 

@@ -228,7 +228,8 @@ def test_an_adapter_of_others_is_read_as_peft_reads_it(tiny_model_folder, tmp_pa
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"use_dora": True}, "LoRA factors of linear layers are missing"),
+        ({"use_dora": True}, "with use_dora, which is not supported here; merge it into its base"),
+        ({"lora_bias": True, "use_dora": True}, "with use_dora, lora_bias, which is not supported"),
         ({"r": 4}, "of another size"),
         ({"target_modules": ["nothing"]}, "the adapter cannot be loaded: Target modules"),
         ({"peft_type": "IA3"}, "of type IA3; only LORA"),
