@@ -113,6 +113,7 @@ class HybridEngine:
 
     def _build_inference_module(self, weights: dict[str, TrainedWeight]) -> None:
         self._unmerged = {n: w for n, w in weights.items() if self._stays_unmerged(w)}
+        self._describe_adapters()
         source = plain_model(self.module)
         self._inference = InferenceModule(source, distributed.device(), unmerged=self._unmerged)
         self.inference_module = module = self._inference.module
@@ -136,6 +137,14 @@ class HybridEngine:
         merges = merges_adapters(self.options.merge_adapters, self.is_sharded, self.options.inference_tp_size)
         is_special = weight.packing is not None or weight.lora_a is not None
         return is_special and not merges and not weight.is_added_by_trainer
+
+    def _describe_adapters(self) -> None:
+        adapted = [name for name, weight in self._weights.items() if weight.lora_a is not None]
+        beside = sum(name in self._unmerged for name in adapted)
+        parts = {"beside their weights": beside, "merged into copies of their weights": len(adapted) - beside}
+        for where, number in parts.items():
+            if number:
+                distributed.print_once(f"note: generation uses the adapters of {number} matrices {where}")
 
     @contextmanager
     def generation_mode(self) -> Iterator[nn.Module]:

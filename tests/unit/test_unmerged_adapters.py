@@ -15,6 +15,7 @@ from common.generation.generate import PromptBatch
 from common.generation.hybrid_engine import HybridEngine, HybridOptions, merges_adapters
 from common.generation.products import Adapter, InputGroups
 from common.models.lora import TrainedWeight, trained_weights
+from common.ranks import distributed
 from common.ranks.zero3 import local_shard
 from tools.memory_plan import LiveBytes
 
@@ -216,3 +217,23 @@ def test_a_base_in_4_bits_stays_packed(dtype, tiny_model_folder):
         held = {p.data_ptr() for p in module.parameters()}
         assert packed and all(p.data_ptr() in held and p.dtype == torch.uint8 for p in packed)
     assert isinstance(hybrid.inference_module.get_submodule("model.layers.0.mlp.up_proj"), nn.Linear)
+
+
+@pytest.mark.parametrize(
+    ("family", "choice", "words"),
+    [
+        ("llama", "auto", ["14 matrices beside their weights"]),
+        ("llama", "true", ["14 matrices merged into copies of their weights"]),
+        (
+            "mixtral",
+            "auto",
+            ["8 matrices beside", "4 matrices merged"],
+        ),  # of experts
+    ],
+)
+def test_a_run_says_where_adapters_act(family, choice, words, tiny_model_folder, monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr(distributed, "print_once", lines.append)
+    build(tiny_model_folder(family), 0, lora_names=".", merge_adapters=choice)
+    lines = [line for line in lines if "generation uses" in line]
+    assert len(lines) == len(words) and all(map(str.__contains__, lines, words)), lines
