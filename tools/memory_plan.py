@@ -42,6 +42,7 @@ from common.models.output_head import (
 from common.models.saved_adapters import is_adapter
 from tools.planned_run import PlannedModel, Role, Run
 
+TEACHER = "--teacher_model_name_or_path"  # it scores each micro-batch when the actor is trained on it
 TRAINING = ("backward", "reduce", "step")  # peaks of activations, gradients, optimizer buffers
 
 # (role that holds gradients, role that runs, what it does): step 3 computes the actor's gradients, then the
@@ -111,7 +112,9 @@ def _fill(run: Run, moment: Moment) -> Moment:
             in_4bit = role.num_packed * BYTES_PER_WEIGHT
             weights = run.num_bytes * (num_own - role.num_packed) + in_4bit
             weights /= run.num_ranks if role.is_sharded else 1
-            is_away = role.params_on_cpu and (role.is_sharded or verb == "idle")
+            teaches = role.spec.flag == TEACHER and (moment.role, moment.verb) == ("actor", "backward")
+            is_idle = verb == "idle" and not teaches
+            is_away = role.params_on_cpu and (role.is_sharded or is_idle)
             moment.hold(role.name, "weights", weights, on_cpu=is_away)
             if role.params_on_cpu and not (is_away or run.is_cpu):  # the pinned copies stay
                 moment.hold(role.name, "weights", weights, on_cpu=True)

@@ -110,6 +110,8 @@ class AdapterGroup:
 
     def attach(self, member: Adapter, a: torch.Tensor) -> bool:
         """Copy a member's factor A into the matrix of all; return whether there is one."""
+        self._products = {}  # a pass may have ended in the middle
+        self._hidden = None
         if self._ranks and self.factors is None:
             self._share(a.new_empty(sum(self._ranks), a.shape[1]))
         if self._ranks:
@@ -130,7 +132,8 @@ class AdapterGroup:
 
     def multiply(self, member: Adapter, hidden: torch.Tensor) -> torch.Tensor:
         """hidden A^T (..., r) of a member."""
-        if self._ranks and hidden is not self._hidden:
+        is_new = hidden is not self._hidden or member not in self._products
+        if self._ranks and is_new:
             if self._products:  # a member has not read the last input: they do not always read the same
                 self._ranks = []
                 self._products = {}

@@ -223,6 +223,13 @@ def test_the_reference_is_a_model_of_its_own_unless_there_are_adapters():
     assert used.gpu[key] == used.cpu[key] == plain[key]  # a copy: the pinned original stays
 
 
+def test_an_offloaded_teacher_is_there_while_the_actor_learns():
+    """It scores each micro-batch then; the actor's step does without."""
+    flags = ("--offload_reference_model", "--teacher_model_name_or_path", OPT_350M, "--algorithm", "distill")
+    there = {m.verb for m in plan_ppo(*flags).moments if ("reference", "weights") in m.gpu}
+    assert there == {"score", "backward"}
+
+
 def test_the_engines_own_keys_count(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"reduce_bucket_size": 10**6}}))
     flags = ("--zero_stage", "3", "--num_gpus", "2")

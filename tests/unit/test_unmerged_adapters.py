@@ -136,13 +136,20 @@ def test_what_reads_the_same_input_is_one_product(family, joined, tiny_model_fol
     assert sum(rows in (RANK, 2 * RANK, 3 * RANK) for rows in shapes) == len(groups)
 
 
-def test_a_layer_that_reads_something_else_than_before_gets_its_own_product():
+@pytest.mark.parametrize("is_read_twice", [False, True])
+def test_a_layer_that_reads_something_else_than_before_gets_its_own_product(is_read_twice):
     groups, factors = InputGroups(end_of_pass := nn.Identity()), torch.randn(2, 2, 3)
     adapters = [Adapter(groups) for _ in range(2)]
     for adapter, a in zip(adapters, factors, strict=True):
         adapter.attach(a, torch.eye(2), 1.0, is_shared=True)
     one, other = torch.randn(2, 4, 3)
     zero = torch.zeros(4, 2)
+    for adapter in adapters:
+        adapter.add(zero, one)
+    end_of_pass(zero)
+    if is_read_twice:
+        for _ in range(2):
+            torch.testing.assert_close(adapters[0].add(zero, other), other @ factors[0].T)
     for first, second in ((one, one), (one, one), (one, other), (other, one), (one, one)):
         for adapter, a, hidden in zip(adapters, factors, (first, second), strict=True):
             torch.testing.assert_close(adapter.add(zero, hidden), hidden @ a.T)
