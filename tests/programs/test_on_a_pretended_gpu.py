@@ -62,6 +62,10 @@ JOBS = [
     Job(3, 3, offload="param", ranks=1, family="gpt2", tp=1),
     Job(3, 3, offload="param", dtype="bf16", ranks=1, family="gpt2", tp=1),
     Job(3, 1, offload="optimizer", dtype="fp16", ranks=1, tp=1),
+    Job(1, 2, lora=True, checkpointing=True),
+    Job(2, 0, ranks=1, checkpointing=True, family="gpt2"),
+    Job(3, 0, lora=True, ranks=1, tp=1, checkpointing=True),
+    Job(3, 3, lora=True, tp=2, checkpointing=True),
 ]
 
 

@@ -72,6 +72,7 @@ class Job:
     overlaps: bool = False  # gradients fill several buckets, reduced while the backward pass goes on
     # Of steps 1 and 2, with which all models of step 3 begin: of one base, or each of a copy of its own.
     adapters: str = ""
+    checkpointing: bool = False
 
     @property
     def name(self) -> str:
@@ -86,6 +87,7 @@ class Job:
         parts += [f"states-{self.states}"] if self.states != "fp32" else []
         parts += ["overlap"] if self.overlaps else []
         parts += [f"{self.adapters}-adapters"] if self.adapters else []
+        parts += ["checkpointing"] if self.checkpointing else []
         return "-".join(parts + (["threshold"] if self.threshold is None else []))
 
     @property
@@ -119,6 +121,8 @@ def flags_of(job: Job, tiny: Any, folder: Path) -> dict[str, Any]:
     # A router loss counts tokens that sequences share once.
     if job.step > 1 and job == job.reference and job.family != "mixtral":
         flags["no_share_prompts"] = True
+    roles = ("actor_", "critic_")[: 1 if job.algorithm else 2] if job.step == 3 else ("",)
+    flags |= {f"{role}gradient_checkpointing": True for role in roles if job.checkpointing}
     if job.packed:
         flags |= {"packed": True, "max_tokens_per_micro_batch": job.packed}
         flags |= {"max_tokens_per_scoring_pass": 2 * job.packed} if job.step == 3 else {}
