@@ -330,7 +330,7 @@ def _hold_activations(run: Run, role: Role, verb: str, moment: Moment) -> None:
     # PEFT adds adapters to a layer's stacked experts in each pass, and the backward pass needs the sum.
     sums = run.num_bytes * model.num_in_stacks / model.num_layers
     if verb == "backward":
-        inside = num_sequences * traced.saved_by_layer
+        inside = num_sequences * traced.saved_by_layer + _shared_keys(run, role, num_tokens)
         outside = num_sequences * traced.saved_outside
         work = num_sequences * traced.backward_work
         head = head_bytes(run, role, num_tokens, is_training=True)
@@ -345,6 +345,18 @@ def _hold_activations(run: Run, role: Role, verb: str, moment: Moment) -> None:
         head = head_bytes(run, role, num_tokens, is_training=False)
         held = max(num_sequences * traced.forward_peak, 2 * states + head) + sums
     moment.hold(role.name, "activations", held)
+
+
+def _shared_keys(run: Run, role: Role, num_tokens: float) -> float:
+    """Bytes of keys and values that a layer saves in addition where prompts are shared: each response's come
+    with a copy of its prompt's.
+    """
+    if run.group_size == 1:
+        return 0.0
+    prompt = run.args.max_prompt_seq_len
+    num_responses = num_tokens / (run.args.max_answer_seq_len + prompt / run.group_size)
+    by_token = kv_bytes_per_token(role.model.plain.config, run.num_bytes, 1) / role.model.num_layers
+    return num_responses * prompt * by_token
 
 
 def head_bytes(run: Run, role: Role, num_tokens: float, *, is_training: bool) -> float:
