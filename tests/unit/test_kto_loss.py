@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from pretended_gpu import pretended_gpu
 from right_or_wrong import close, forms, judge
 from test_dpo_loss import Table, sums
 from test_global_batches import as_rank
@@ -13,8 +14,10 @@ from test_packed_training import CUTS, check_same, gradients, pairs
 
 from common.data.collators import collate_pairs
 from common.data.global_batches import evaluation_batches
+from common.data.packed_batch import PackedBatch
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.policy_model import PolicyModel
+from step2_reward import kto_trainer
 from step2_reward.arguments import RewardArguments
 from step2_reward.kto_trainer import KTOTrainer, MismatchedRows, find_others
 from step2_reward.pair_math import PairLosses, ipo_loss, kto_baseline, kto_loss
@@ -279,3 +282,26 @@ def test_the_trainers_figures_against_the_plain_loop(trainer):
         with as_rank(rank, 2):
             ranks += evaluation_batches(rows, collate_pairs, rows_per_batch=2)
     assert trainer.evaluate_batches(ranks) == pytest.approx(figures, rel=1e-5)
+
+
+def test_the_statistics_of_a_micro_batch_are_not_waited_for(monkeypatch):
+    """Rewards of good and of bad responses apart, without reading from the device how many there are."""
+    monkeypatch.setattr(kto_trainer, "add_router_loss", lambda engine, loss, batch, count: (loss, {}))
+    batch = PackedBatch.build("abc", {"label": [torch.tensor([label]) for label in (1, 0, 1)]})
+    with pretended_gpu() as gpu:
+        ratios = torch.tensor([0.5, -0.25, 2.0], device="cuda")
+        trainer = SimpleNamespace(
+            args=SimpleNamespace(beta=0.1),
+            baseline=torch.tensor(0.25, device="cuda"),
+            engine=None,
+            count=None,
+            compute_log_ratios=lambda *_: ratios,
+            compute_losses=lambda found, *_: found,
+        )
+        gpu.clear()
+        loss, stats = KTOTrainer.compute_sums(trainer, batch)
+        assert not gpu.waits
+        assert loss.item() == 2.25 and stats["accuracy"].item() == 3.0
+        for name, total, number in (("desirable", 0.25, 2), ("undesirable", -0.025, 1)):
+            found = [x.item() for x in stats[f"{name}_reward"]]
+            assert found == pytest.approx([total, number])
