@@ -184,6 +184,32 @@ def test_what_cannot_be_planned_stops_nobody(run_plan):
         assert code == 0 and printed.startswith("no memory plan: --lora_dim x")
 
 
+# ---- memory that is shared, or comes and goes -------------------------------------------------------------
+
+
+def test_a_shared_prompts_keys_are_saved_for_each_of_its_responses():
+    """16 rows a pass, 4 to a prompt of 256: keys and values of width 2048 in 24 layers, 2 bytes each."""
+    flags = ("--num_samples_per_prompt", "4", "--algorithm", "grpo", "--gpu", "a100-80g")
+    flags += ("--per_device_training_batch_size", "16", "--max_answer_seq_len", "64")
+
+    def saved() -> float:
+        moments = MemoryPlan(ppo(OPT_1B, OPT_350M, *flags)).moments
+        [training] = [m for m in moments if (m.role, m.verb) == ("actor", "backward")]
+        return training.gpu["actor", "activations"]
+
+    with mock.patch("tools.memory_plan.kv_bytes_per_token", lambda *_: 0):
+        without = saved()
+    assert saved() - without == 24 * 16 * 256 * (2 * 2048 * 2)
+
+
+def test_an_offloaded_teacher_is_there_while_the_actor_learns():
+    """It scores each micro-batch then; the actor's step does without."""
+    flags = ("--offload_reference_model", "--teacher_model_name_or_path", OPT_350M, "--algorithm", "distill")
+    moments = MemoryPlan(ppo(OPT_1B, OPT_350M, *flags)).moments
+    there = {moment.verb for moment in moments if ("reference", "weights") in moment.gpu}
+    assert there == {"score", "backward"}
+
+
 # ---- suggestions ----------------------------------------------------------------------------------------
 
 

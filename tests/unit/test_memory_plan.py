@@ -2,7 +2,6 @@
 
 import gc
 import json
-from unittest import mock
 
 import pytest
 import torch
@@ -222,26 +221,6 @@ def test_the_reference_is_a_model_of_its_own_unless_there_are_adapters():
     assert key not in away.moments[0].gpu and away.moments[0].cpu[key] == plain[key]
     [used] = [moment for moment in away.moments if (moment.verb, moment.role) == ("score", "reference")]
     assert used.gpu[key] == used.cpu[key] == plain[key]  # a copy: the pinned original stays
-
-
-def test_a_shared_prompts_keys_are_saved_for_each_of_its_responses():
-    """16 rows a pass, 4 to a prompt of 256: keys and values of width 2048 in 24 layers, 2 bytes each."""
-    flags = ("--num_samples_per_prompt", "4", "--algorithm", "grpo", "--gpu", "a100-80g")
-    flags += ("--per_device_training_batch_size", "16", "--max_answer_seq_len", "64")
-
-    def saved() -> float:
-        return items(plan_ppo(*flags), "train actor", "backward")["activations"]
-
-    with mock.patch("tools.memory_plan.kv_bytes_per_token", lambda *_: 0):
-        without = saved()
-    assert saved() - without == 24 * 16 * 256 * (2 * 2048 * 2)
-
-
-def test_an_offloaded_teacher_is_there_while_the_actor_learns():
-    """It scores each micro-batch then; the actor's step does without."""
-    flags = ("--offload_reference_model", "--teacher_model_name_or_path", OPT_350M, "--algorithm", "distill")
-    there = {m.verb for m in plan_ppo(*flags).moments if ("reference", "weights") in m.gpu}
-    assert there == {"score", "backward"}
 
 
 def test_the_engines_own_keys_count(tmp_path):
