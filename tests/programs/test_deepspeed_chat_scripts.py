@@ -38,6 +38,8 @@ def test_deepspeed_chat_script(script, forks, tiny, many_rows, tiny_model_folder
     short = ["--data_path", str(many_rows), "--data_output_path", str(tiny.cache), "--max_train_steps", "2"]
     short += ["--log_interval", "1"]
     short += ["--output_dir", str(tmp_path / "out")]
+    for name in (word for word in words if word.endswith("lora_dim")):  # a rank below this model's width
+        short += [name, "4"]
     if step == "step3":
         short += ["--actor_model_name_or_path", model, "--critic_model_name_or_path", str(tiny.reward)]
         short += ["--max_prompt_seq_len", "24", "--max_answer_seq_len", "8"]
