@@ -154,7 +154,7 @@ def is_large_for_cpu(args: argparse.Namespace) -> bool:
 def run_section(section: str, args: argparse.Namespace, num_rows: int) -> dict[str, Any]:
     """The rates of a section, and ours over TRL's best, or over our padded way without TRL.
 
-    Runs in a process of its own: the memory that three sections keep does not fit beside TRL's processes.
+    To be run in a new process: the memory that three sections keep does not fit beside TRL's processes.
     """
     sizes = workload.sizes_of(args.model, is_quick=args.quick)
     dtype = args.dtype

@@ -334,11 +334,11 @@ def check_models(args: PPOArguments, specs: list[RoleSpec], problems: Problems) 
         model_checks.check_family(flag, config, args, problems, is_ranker=is_value_model)
         model_checks.check_length(config, prompt + answer, f"{lengths} ({spec.label})", problems)
         has_adapters = spec.is_trained and (spec.flags.lora_dim > 0 or is_adapter(path))
-        if has_adapters and not is_adapter(path):
-            model_checks.check_lora(f"{spec.name}_", config, spec.flags, args, problems)
-        elif is_adapter(path):
+        if is_adapter(path):
             with problems.catch():
                 check_supported(path)
+        elif has_adapters:
+            model_checks.check_lora(f"{spec.name}_", config, spec.flags, args, problems)
         tokenizer = model_checks.check_tokenizer(flag, path, args, problems)
         lora_flag = f"--{spec.name}_lora_dim" if has_adapters else ""
         startup.print_note(

@@ -2,11 +2,19 @@
 
 from typing import Any
 
+import torch
+from plain_logits import compute_logits
+
 from common.engine.ds_config import build_config, build_engine
+from common.generation.decode import SamplingOptions
+from common.generation.generate import Generation, PromptBatch
 from common.generation.hybrid_engine import HybridEngine, HybridOptions
 from common.models.loading import ModelOptions, load_causal_lm
 from common.models.lora import LoraOptions, add_lora
 from step1_sft.arguments import SFTArguments
+
+IDS = torch.arange(1, 13).view(2, 6)
+SAMPLING = SamplingOptions(max_new_tokens=10, stop_token_id=0, pad_token_id=0, seed=3)
 
 
 def build_tiny_engine(
@@ -39,3 +47,19 @@ def build(folder: str, stage: int, lora_dim: int = 0, **options: Any) -> HybridE
     """Return a hybrid engine."""
     engine = build_tiny_engine(folder, stage, lora_dim)
     return HybridEngine(engine, HybridOptions(**options))
+
+
+def train_once(hybrid: HybridEngine) -> None:
+    """Make an optimizer step on IDS."""
+    hybrid.engine.train()
+    ids = IDS.to(hybrid.engine.device)
+    loss = compute_logits(hybrid.engine, ids, torch.ones_like(ids)).float().square().mean()
+    hybrid.engine.backward(loss)
+    hybrid.engine.step()
+
+
+def generate(hybrid: HybridEngine) -> Generation:
+    """Return a response to each row of IDS."""
+    with hybrid.generation_mode():
+        mask = torch.ones_like(IDS)
+        return hybrid.generate(PromptBatch(IDS, mask, torch.arange(2)), SAMPLING)

@@ -353,10 +353,13 @@ def _shared_keys(run: Run, role: Role, num_tokens: float) -> float:
     """
     if run.group_size == 1:
         return 0.0
-    prompt = run.args.max_prompt_seq_len
-    num_responses = num_tokens / (run.args.max_answer_seq_len + prompt / run.group_size)
     by_token = kv_bytes_per_token(role.model.plain.config, run.num_bytes, 1) / role.model.num_layers
-    return num_responses * prompt * by_token
+    return _num_responses(run, num_tokens) * run.args.max_prompt_seq_len * by_token
+
+
+def _num_responses(run: Run, num_tokens: float) -> float:
+    """Responses of a pass of step 3 over this many tokens: a group's prompt counts once."""
+    return num_tokens / (run.args.max_answer_seq_len + run.args.max_prompt_seq_len / run.group_size)
 
 
 def head_bytes(run: Run, role: Role, num_tokens: float, *, is_training: bool) -> float:
@@ -368,8 +371,7 @@ def head_bytes(run: Run, role: Role, num_tokens: float, *, is_training: bool) ->
     head = role.model.head.weight
     num_scored = num_tokens
     if run.actor:
-        answer = run.args.max_answer_seq_len
-        num_scored = num_tokens * answer / (answer + (run.length - answer) / run.group_size)
+        num_scored = _num_responses(run, num_tokens) * run.args.max_answer_seq_len
     if model.is_value_model:
         return num_scored * model.hidden_size * 4 * (2 if is_training else 1)
     chunk = chunk_elements(is_cpu=run.is_cpu, is_bf16=run.args.dtype == "bf16")

@@ -45,7 +45,7 @@ for step in $STEPS; do
             --max_answer_seq_len 256)
         ;;
     *)
-        echo "STEPS: $step is none of sft, reward, ppo" >&2
+        echo "STEPS: $step must be one of sft, reward, ppo" >&2
         exit 2
         ;;
     esac

@@ -150,9 +150,9 @@ def test_the_fullest_gpu_that_is_used_is_planned_for(num_gpus, gib):
     """The first has a GiB of contexts, which may be this run's; the last 12 GiB of another program's."""
     args = single(OPT_1B, "--num_gpus", str(num_gpus)).args
     own = [(79 * GIB, 80 * GIB), (24 * GIB, 24 * GIB), (16 * GIB, 16 * GIB), (12 * GIB, 24 * GIB)]
-    found = {"device_count": lambda: len(own), "mem_get_info": own.__getitem__}
-    found["get_device_properties"] = lambda index: mock.Mock(major=8, minor=0)
-    with pretended_gpu(), mock.patch.multiple(torch.cuda, **found):
+    answers = {"device_count": lambda: len(own), "mem_get_info": own.__getitem__}
+    answers["get_device_properties"] = lambda index: mock.Mock(major=8, minor=0)
+    with pretended_gpu(), mock.patch.multiple(torch.cuda, **answers):
         assert with_own_gpu(args).gpu_memory_gib == gib
 
 

@@ -5,35 +5,17 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hybrid_engines import build, build_tiny_engine
+from hybrid_engines import IDS, build, build_tiny_engine, generate, train_once
 from plain_logits import compute_logits
 from pretended_gpu import pretended_gpu
 
 from common.generation import hybrid_engine
-from common.generation.decode import SamplingOptions
-from common.generation.generate import PromptBatch
 from common.generation.hybrid_engine import HybridEngine, HybridOptions, named_out_of_memory
 from common.generation.tp_plans import NoPlan
 from common.ranks.zero3 import local_shard
 from common.runs.saved_state import MOMENTS
 
 pytestmark = pytest.mark.usefixtures("process_group")
-IDS = torch.arange(1, 13).view(2, 6)
-SAMPLING = SamplingOptions(max_new_tokens=10, stop_token_id=0, pad_token_id=0, seed=3)
-
-
-def train_once(hybrid: HybridEngine) -> None:
-    hybrid.engine.train()
-    ids = IDS.to(hybrid.engine.device)
-    loss = compute_logits(hybrid.engine, ids, torch.ones_like(ids)).float().square().mean()
-    hybrid.engine.backward(loss)
-    hybrid.engine.step()
-
-
-def generate(hybrid: HybridEngine):
-    with hybrid.generation_mode():
-        mask = torch.ones_like(IDS)
-        return hybrid.generate(PromptBatch(IDS, mask, torch.arange(2)), SAMPLING)
 
 
 def holds_no_weight(hybrid: HybridEngine) -> bool:

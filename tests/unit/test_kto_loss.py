@@ -296,12 +296,12 @@ def test_the_statistics_of_a_micro_batch_are_not_waited_for(monkeypatch):
             engine=None,
             count=None,
             compute_log_ratios=lambda *_: ratios,
-            compute_losses=lambda found, *_: found,
+            compute_losses=lambda log_ratios, *_: log_ratios,
         )
         gpu.clear()
         loss, stats = KTOTrainer.compute_sums(trainer, batch)
         assert not gpu.waits
         assert loss.item() == 2.25 and stats["accuracy"].item() == 3.0
         for name, total, number in (("desirable", 0.25, 2), ("undesirable", -0.025, 1)):
-            found = [x.item() for x in stats[f"{name}_reward"]]
-            assert found == pytest.approx([total, number])
+            numbers = [x.item() for x in stats[f"{name}_reward"]]
+            assert numbers == pytest.approx([total, number])

@@ -328,7 +328,7 @@ def test_a_step_that_there_is_not_is_named(tmp_path):
     done = subprocess.run(
         ["bash", ONE_BASE], env=os.environ | {"STEPS": "dpo"}, capture_output=True, text=True
     )
-    assert done.returncode == 2 and "dpo is none of sft, reward, ppo" in done.stderr
+    assert done.returncode == 2 and "STEPS: dpo must be one of sft, reward, ppo" in done.stderr
 
 
 @pytest.mark.slow

@@ -4,14 +4,12 @@ from unittest import mock
 
 import pytest
 import torch
-from hybrid_engines import build_tiny_engine
+from hybrid_engines import IDS, build_tiny_engine, generate, train_once
 from plain_logits import compute_logits
 from pretended_gpu import pretended_gpu
 from torch import nn
 
 from common.generation import products
-from common.generation.decode import SamplingOptions
-from common.generation.generate import PromptBatch
 from common.generation.hybrid_engine import HybridEngine, HybridOptions, merges_adapters
 from common.generation.products import Adapter, InputGroups
 from common.models.lora import TrainedWeight, trained_weights
@@ -20,9 +18,7 @@ from common.ranks.zero3 import local_shard
 from tools.memory_plan import LiveBytes
 
 pytestmark = pytest.mark.usefixtures("process_group")
-IDS = torch.arange(1, 13).view(2, 6)
 MASK = torch.ones_like(IDS)
-SAMPLING = SamplingOptions(max_new_tokens=10, stop_token_id=0, pad_token_id=0, seed=3)
 RANK = 2
 
 
@@ -54,21 +50,8 @@ def logits_of(hybrid: HybridEngine, ids: torch.Tensor = IDS) -> tuple[torch.Tens
         expected = compute_logits(hybrid.engine, ids, mask)
         with hybrid.generation_mode() as module:
             for _ in range(3):  # the first finds out what reads the same input
-                found = compute_logits(module, ids, mask)
-    return found, expected
-
-
-def generate(hybrid: HybridEngine) -> list[list[int]]:
-    with hybrid.generation_mode():
-        batch = PromptBatch(IDS, MASK, torch.arange(2))
-        return hybrid.generate(batch, SAMPLING).response_ids.tolist()
-
-
-def train_once(hybrid: HybridEngine) -> None:
-    hybrid.engine.train()
-    ids = IDS.to(hybrid.engine.device)
-    hybrid.engine.backward(compute_logits(hybrid.engine, ids, torch.ones_like(ids)).float().square().mean())
-    hybrid.engine.step()
+                logits = compute_logits(module, ids, mask)
+    return logits, expected
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -168,7 +151,7 @@ def test_captured_graphs_see_each_update(stage, is_released, tiny_model_folder):
         texts = []
         hybrid = build(folder, stage, merge_adapters="false", release_inference_cache=is_released)
         for _ in range(3):
-            texts.append(generate(hybrid))
+            texts.append(generate(hybrid).response_ids.tolist())
             record()
             train_once(hybrid)
         return texts
