@@ -301,6 +301,7 @@ async function showView(name) {
 function askForToken() {
   $("token-form").hidden = false;
   $("judging").hidden = true;
+  $("token").disabled = false;
   $("token").focus();
 }
 
@@ -318,6 +319,7 @@ async function begin() {
     showState();
     if (!pair) $("text").focus({ preventScroll: true });
   } catch (error) {
+    $("token").disabled = false;
     say(error.message);
   }
 }
@@ -356,6 +358,7 @@ $("token-form").addEventListener("submit", (event) => {
   event.preventDefault();
   sessionStorage.setItem(TOKEN_KEY, $("token").value.trim());
   $("token").value = "";
+  $("token").disabled = true; // until its answer: a late refusal would ask again after a better token
   begin();
 });
 document.addEventListener("keydown", (event) => {

@@ -206,14 +206,25 @@ def test_failures_are_said_on_the_page_and_nothing_is_lost(open_page, arena, mod
         page.wait_for_selector("#choices:not([hidden])")
 
 
+LATE_REFUSAL = """() => {
+  const at_once = window.fetch;
+  window.fetch = async (path, options) => {
+    if (options.headers.Authorization.includes("wrong")) await new Promise((done) => setTimeout(done, 300));
+    return at_once(path, options);
+  };
+}"""
+
+
 def test_a_token_is_asked_for_and_kept_for_the_tab(open_page, arena):
     with serving(arena, token="s3cret") as port:
         page = open_page(port)
         page.wait_for_selector("#token-form:not([hidden])")
         assert not page.is_visible("#composer")
+        page.evaluate(LATE_REFUSAL)
         for token in ("wrong", "s3cret"):
             page.fill("#token", token)
             page.keyboard.press("Enter")
+        page.wait_for_timeout(400)  # past the late refusal
         page.wait_for_selector("#composer:not([hidden])", state="visible")
         ask(page)
         page.reload()

@@ -57,11 +57,11 @@ def test_fingerprint_changes_with_configuration_and_shards(model):
 
 @pytest.mark.parametrize("is_zip", [True, False])
 def test_fingerprint_changes_with_a_pickle(model, is_zip):
-    weights = load_file(model / "model.safetensors")
     (model / "model.safetensors").unlink()
+    weights = {"one.weight": torch.zeros(1024, 64)}  # an old pickle sorts several tensors by address
     found = set()
     for number in (0, 1, 1):
-        weights["model.embed_tokens.weight"][7, 3] = number
+        weights["one.weight"][7, 3] = number
         file = model / "pytorch_model.bin"
         torch.save(weights, file, _use_new_zipfile_serialization=is_zip)
         found.add(fingerprint(str(model)))
