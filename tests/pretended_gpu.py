@@ -315,12 +315,38 @@ def _varlen_kernel(gpu: PretendedGpu) -> Callable[..., tuple[Tensor]]:
     """Return torch's kernel for sequences end to end, one attention a sequence: (N, H, D), as a CPU sums."""
     known = {argument.name for argument in attention.varlen_kernel.default._schema.arguments}
 
+    def attend_to_slots(
+        query: Tensor, key: Tensor, value: Tensor, starts: Tensor, key_starts: Tensor, longest: int,
+        longest_key: int, options: dict[str, Any],
+    ) -> tuple[Tensor]:  # fmt: skip
+        used, left = options["seqused_k"], options["window_size_left"]
+        is_int32 = {used.dtype, starts.dtype, key_starts.dtype} == {torch.int32}
+        assert (
+            is_int32 and gpu.has(used) and used.is_contiguous() and len(used) == len(query) and longest == 1
+        )
+        assert longest == 1 and not options["is_causal"] and options["window_size_right"] == -1
+        with gpu.quiet():
+            assert starts.tolist() == list(range(len(query) + 1)) and int(used.max()) <= longest_key
+            slots = [x.unflatten(0, (len(query), -1)) for x in (key, value)]
+            assert key_starts.tolist() == [n * slots[0].shape[1] for n in range(len(query) + 1)]
+        keys, values = (x.unflatten(0, (len(query), -1)).transpose(1, 2).float() for x in (key, value))
+        back = used.unsqueeze(1) - 1 - torch.arange(keys.shape[2], device=query.device)
+        seen = (back >= 0) if left < 0 else (back >= 0) & (back <= left)
+        how = {"scale": options["scale"], "enable_gqa": query.shape[1] != key.shape[1]}
+        mask = seen[:, None, None]
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query.unsqueeze(2).float(), keys, values, mask, **how
+        )
+        return (output.squeeze(2).to(query.dtype),)
+
     def attend(
         query: Tensor, key: Tensor, value: Tensor, starts: Tensor, key_starts: Tensor, longest: int,
         longest_key: int, **options: Any,
     ) -> tuple[Tensor]:  # fmt: skip
         assert options.keys() <= known  # the installed torch takes these arguments
         assert query.shape[-1] % 8 == 0, "the kernel does not pad heads"
+        if "seqused_k" in options:
+            return attend_to_slots(query, key, value, starts, key_starts, longest, longest_key, options)
         window, is_causal = options["window_size_left"], options["is_causal"]
         assert is_causal == (window < 0) and not options["window_size_right"] + options["dropout_p"]
         is_grouped = query.shape[1] != key.shape[1]

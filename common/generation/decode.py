@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.generation.kv_cache import SLOT_ATTENTION, SlotCache
+from common.generation.kv_cache import SLOT_ATTENTION, SlotCache, UsedKeys
 from common.models.loading import build_position_ids, forward_accepts, plain_model
 from common.models.sampling import Sample, counter_uniform, sample_tokens
 from common.ranks import distributed
@@ -326,7 +326,9 @@ class DecodeStep:
         state = self.state
         slots = slice(0, num_rows)
         positions = state.lengths[:num_rows]
-        self.cache.begin_decode(self._rows[:num_rows], positions, upto)
+        length = self.cache.max_length
+        used_keys = UsedKeys.of(positions, upto, length) if self._has_slot_attention else None
+        self.cache.begin_decode(self._rows[:num_rows], positions, length if used_keys else upto)
         inputs: dict[str, Any] = {
             "input_ids": state.last_ids[:num_rows].unsqueeze(1),
             "attention_mask": self._build_mask(positions, upto),
@@ -335,8 +337,8 @@ class DecodeStep:
         }
         if self._takes_positions:
             inputs["position_ids"] = positions.unsqueeze(1)
-        if self._has_slot_attention:
-            inputs["slot_lengths"] = (positions + 1).to(torch.int32)
+        if used_keys:
+            inputs["used_keys"] = used_keys
         logits = self.model(**inputs).logits[:, -1]
         positions.add_(state.is_live[:num_rows])
         if self.options is None:

@@ -2,9 +2,9 @@
 schedule that assigns sequences to slots.
 
 transformers' own modules run unmodified over it: each row writes at its own position, and attention reads the
-first `upto` positions of the first slots, which the live sequences fill without gaps. If the model was loaded
-with flash-attn, decode passes use its key/value-cache kernel, which reads only the used part of each slot,
-needs no mask and does not repeat grouped heads. Prompt passes use torch's attention.
+first `upto` positions of the first slots, which the live sequences fill without gaps. On a GPU with torch's
+attention kernel, decode passes use it: it reads only the used part of each slot, needs no mask and does not
+repeat grouped heads. Prompt passes use torch's sdpa.
 
 # S slots, L positions of a slot, n rows of a pass, H query heads or key/value heads, D their width
 """
@@ -18,8 +18,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from common.generation.tp_plans import head_counts
+from common.models import attention
 from common.models.attention import FLASH_ATTENTION, KERNELS, plain_attention, takes_own_kernels
 from common.models.transformers_internals import attention_of
+from common.ranks import distributed
 
 SLOT_ATTENTION = "triptych_slots"
 # Cost of an additional pass in tokens, by device: less padding than this is cheaper than another pass. The
@@ -96,7 +98,7 @@ class SlotCache(Cache):
         _, num_heads, _, width = states.shape
         if states.device.type == "cpu":  # contiguous keys of a head: one sequential read
             return states.new_zeros(self.num_slots, num_heads, self.max_length, width)
-        # flash-attn's kernel needs the heads of a position contiguous
+        # The kernel takes slots end to end, (S x L, H, D).
         return states.new_zeros(self.num_slots, self.max_length, num_heads, width).transpose(1, 2)
 
     def _write_prompts(self, states: torch.Tensor, block: torch.Tensor) -> None:
@@ -216,9 +218,27 @@ def kv_bytes_per_token(config: Any, bytes_per_number: int, tp_size: int = 1) -> 
 def choose_attention(source: PreTrainedModel) -> str:
     """Name of the attention for generation with a copy of `source`, given the one that it was loaded with."""
     chosen = attention_of(source)
-    if chosen == FLASH_ATTENTION and takes_own_kernels(type(source), source.config):
+    has_kernel = chosen == FLASH_ATTENTION or (chosen in KERNELS and distributed.has_gpu())
+    if has_kernel and takes_own_kernels(type(source), source.config):
         return SLOT_ATTENTION
     return plain_attention(source) if chosen in KERNELS else chosen
+
+
+class UsedKeys(NamedTuple):
+    """What each row of a decode pass attends to: the first `lengths` keys of its slot."""
+
+    lengths: torch.Tensor  # (n,) int32, including the new key
+    row_starts: torch.Tensor  # (n + 1,) int32: 0, 1 .. n
+    slot_starts: torch.Tensor  # (n + 1,) int32: 0, L .. n x L
+    upto: int  # no length exceeds it
+
+    @classmethod
+    def of(cls, positions: torch.Tensor, upto: int, max_length: int) -> "UsedKeys":
+        """The keys up to each row's position (n,), in slots of `max_length` positions."""
+        rows = torch.arange(len(positions) + 1, dtype=torch.int32, device=positions.device)
+        # A pass may be rounded up to include empty slots, whose positions are meaningless.
+        lengths = (positions + 1).clamp(max=upto).to(torch.int32)
+        return cls(lengths, rows, rows * max_length, upto)
 
 
 def slot_attention(
@@ -229,30 +249,32 @@ def slot_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    slot_lengths: torch.Tensor | None = None,
+    used_keys: UsedKeys | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention output (n, 1, H, D) for a query (n, H, 1, D) and keys and values (n, heads, L, D) of a
-    `SlotCache`.
+    """Attention output (n, 1, H, D) for a query (n, H, 1, D) and whole slots of keys and values
+    (n, heads, L, D) of a `SlotCache`.
 
-    slot_lengths (n,) int32, an argument of the model's forward pass: keys of each row, including the new one.
-    None for a prompt pass.
+    used_keys: an argument of the model's forward pass; None for a prompt pass.
     """
-    if slot_lengths is None:
+    if used_keys is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    from flash_attn import flash_attn_with_kvcache
-
-    output = flash_attn_with_kvcache(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        # A pass may be rounded up to include empty slots, whose lengths are meaningless.
-        cache_seqlens=slot_lengths.clamp(max=key.shape[2]),
-        softmax_scale=scaling,
-        causal=True,
-        window_size=(-1, -1) if sliding_window is None else (sliding_window - 1, 0),
+    output, *_ = attention.varlen_kernel(
+        query.squeeze(2),
+        *(x.transpose(1, 2).flatten(0, 1) for x in (key, value)),
+        used_keys.row_starts,
+        used_keys.slot_starts,
+        1,
+        used_keys.upto,
+        dropout_p=0.0,
+        is_causal=False,  # the only query is the last; the kernel then splits the keys of grouped heads
+        return_debug_mask=False,
+        scale=scaling,
+        window_size_left=-1 if sliding_window is None else sliding_window - 1,
+        window_size_right=-1,
+        seqused_k=used_keys.lengths,
     )
-    return output, None
+    return output.unsqueeze(1), None
 
 
 AttentionInterface.register(SLOT_ATTENTION, slot_attention)

@@ -116,8 +116,12 @@ def test_a_family_computes_with_torchs_kernel_what_it_computes_without(
         assert takes_packed(model) == (model.config._attn_implementation == VARLEN_ATTENTION) == is_packed
         found = [compute_logprobs(model, is_packed=choice) for choice in {False, is_packed}]
         found.append(compute_logprobs(model, is_packed=is_packed, groups=GROUPS))
-    expected = compute_logprobs(load_plain(folder))
+        rows, logprobs, attention = generate(model, "cuda")
+        assert (attention == SLOT_ATTENTION) == is_packed
+    plain = load_plain(folder)
+    expected = compute_logprobs(plain)
     assert all(is_near(logprobs, expected) for logprobs in found)
+    assert is_near(logprobs, torch.stack([answer_logprobs(plain, row) for row in rows]))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -1,10 +1,4 @@
-"""Slots of keys and values against plain concatenation, and the kernel that reads them.
-
-flash-attn's kernel is a stand-in in torch here.
-"""
-
-import sys
-from types import SimpleNamespace
+"""Slots of keys and values against plain concatenation, and the kernel that reads them (a stand-in)."""
 
 import pytest
 import torch
@@ -14,6 +8,8 @@ from transformers import FalconConfig, LlamaConfig
 from common.generation import inference_module, kv_cache
 from common.generation.generate import Generator, PromptBatch
 from common.generation.kv_cache import SlotCache, kv_bytes_per_token
+from common.models import attention
+from common.ranks import distributed
 
 CALLS = []
 
@@ -50,24 +46,27 @@ def test_kv_cache_bytes_per_token(config, numbers):
     assert kv_bytes_per_token(config, 2, tp_size=2) in (numbers, 2 * numbers)  # one head cannot be halved
 
 
-def stand_in(query, keys, values, *, cache_seqlens, softmax_scale, causal, window_size):
-    """What the kernel's documentation says, row by row and head by head."""
-    assert causal and cache_seqlens.dtype == torch.int32 and keys.shape[2] <= query.shape[2]
-    CALLS.append(window_size)
+def stand_in(query, keys, values, starts, slot_starts, longest, longest_key, **options):
+    """What the kernel's documentation says, row by row and head by head: (rows, H, D)."""
+    window, used = options["window_size_left"], options["seqused_k"]
+    assert longest == 1 and starts.tolist() == list(range(len(query) + 1))
+    assert options["window_size_right"] == -1 and not options["is_causal"]
+    assert used.dtype == starts.dtype == slot_starts.dtype == torch.int32 and int(used.max()) <= longest_key
+    CALLS.append(window)
     output = torch.empty_like(query)
-    group = query.shape[2] // keys.shape[2]
-    for row, length in enumerate(cache_seqlens.tolist()):
-        first = 0 if window_size[0] < 0 else max(0, length - 1 - window_size[0])
-        for head in range(query.shape[2]):
-            k, v = (x[row, first:length, head // group] for x in (keys, values))
-            weights = (k @ query[row, 0, head] * softmax_scale).softmax(0)
-            output[row, 0, head] = weights @ v
-    return output
+    group = query.shape[1] // keys.shape[1]
+    for row, (begin, length) in enumerate(zip(slot_starts.tolist(), used.tolist(), strict=False)):
+        first = begin + (0 if window < 0 else max(0, length - 1 - window))
+        for head in range(query.shape[1]):
+            k, v = (x[first : begin + length, head // group] for x in (keys, values))
+            weights = (k @ query[row, head] * options["scale"]).softmax(0)
+            output[row, head] = weights @ v
+    return (output,)
 
 
 @pytest.fixture
 def stand_in_kernel(monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_with_kvcache=stand_in))
+    monkeypatch.setattr(attention, "varlen_kernel", stand_in)
     CALLS.clear()
 
 
@@ -85,21 +84,25 @@ def test_kv_cache_kernel_generates_the_texts_of_torch_attention(
     found = Generator(shared, num_slots=3).generate(PromptBatch(ids, mask, torch.arange(4)), options(seed=8))
     assert found.response_ids.equal(expected.response_ids)
     torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
-    assert set(CALLS) == {(5, 0) if family == "mistral_window" else (-1, -1)}
+    assert set(CALLS) == {5 if family == "mistral_window" else -1}
 
 
 @pytest.mark.parametrize(
-    ("family", "trained_by", "expected"),
+    ("family", "trained_by", "has_gpu", "expected"),
     [
-        ("llama", "flash_attention_2", kv_cache.SLOT_ATTENTION),
-        ("llama", "sdpa", "sdpa"),
-        ("llama", "triptych_varlen", "sdpa"),
-        ("gemma2", "flash_attention_2", "eager"),  # caps its scores, which sdpa does not
-        ("gpt_neo", "flash_attention_2", "eager"),  # has an attention of its own
-        ("gpt_neo", "eager", "eager"),
+        ("llama", "flash_attention_2", True, kv_cache.SLOT_ATTENTION),
+        ("llama", "triptych_varlen", True, kv_cache.SLOT_ATTENTION),
+        ("llama", "triptych_varlen", False, "sdpa"),
+        ("llama", "sdpa", True, "sdpa"),  # in fp32, or on a GPU that is too old
+        ("gemma2", "flash_attention_2", True, "eager"),  # caps its scores, which sdpa does not
+        ("gpt_neo", "flash_attention_2", True, "eager"),  # has an attention of its own
+        ("gpt_neo", "eager", True, "eager"),
     ],
 )
-def test_kv_cache_kernel_is_chosen_only_where_it_can_run(family, trained_by, expected, tiny_model_folder):
+def test_kv_cache_kernel_is_chosen_only_where_it_can_run(
+    family, trained_by, has_gpu, expected, tiny_model_folder, monkeypatch
+):
+    monkeypatch.setattr(distributed, "has_gpu", lambda: has_gpu)
     model = load(tiny_model_folder(family))
     model.config._attn_implementation = trained_by
     assert kv_cache.choose_attention(model) == expected

@@ -110,26 +110,3 @@ def flash_attn_varlen_func(
     lengths, key_lengths = cu_seqlens_q.diff()[sequence], cu_seqlens_k.diff()[sequence]
     is_left_out = (lengths > int(max_seqlen_q)) | (key_lengths > int(max_seqlen_k))
     return found.masked_fill(is_left_out[:, None, None], torch.nan)
-
-
-def flash_attn_with_kvcache(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: Any = None, v: Any = None,
-    rotary_cos: Any = None, rotary_sin: Any = None, cache_seqlens: torch.Tensor | None = None,
-    cache_batch_idx: Any = None, cache_leftpad: Any = None, block_table: Any = None,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1),
-    softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Any = None, num_splits: int = 0,
-    return_softmax_lse: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    """Return (S, T, H, D): the last query of a row stands at the last of its `cache_seqlens` keys."""
-    check_heads(q, k_cache, v_cache)
-    others = (k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, alibi_slopes)
-    _check(all(x is None for x in others) and cache_seqlens is not None, "not what this stand-in can do")
-    _check(len(q) == len(k_cache) == len(cache_seqlens), "batch size must be equal to batch_size_k")
-    is_int32 = cache_seqlens.dtype == torch.int32 and cache_seqlens.is_cuda and cache_seqlens.is_contiguous()
-    _check(is_int32, "seqlens_k must have dtype int32, contiguous, on CUDA device")
-    keys = torch.arange(k_cache.shape[1], device=q.device)
-    queries = torch.arange(q.shape[1], device=q.device) + (cache_seqlens - q.shape[1]).unsqueeze(1)
-    seen = _sees(queries.unsqueeze(2), keys, causal, window_size)
-    seen = seen & (keys < cache_seqlens[:, None, None])
-    too_long = (cache_seqlens > k_cache.shape[1])[:, None, None, None]
-    return attend(q, k_cache, v_cache, seen, softmax_scale, softcap).masked_fill(too_long, torch.nan)
