@@ -159,7 +159,8 @@ class Questions(TorchFunctionMode):
         """Return a new tensor on the device that is asked for."""
         gpu, is_pinned = self.gpu, kwargs.pop("pin_memory", False)
         device = self._on(kwargs.pop("device", None) or "cpu")
-        if device.type == "meta":
+        is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        if device.type == "meta" or (device.type == "cpu" and is_fake):  # a plan's
             return func(*args, device=device, **kwargs)
         if func is torch.as_tensor and isinstance(args[0], Tensor):
             return gpu.move(func(*args, **kwargs), device.type)

@@ -4,6 +4,7 @@ Where there is none, what can runs on the pretended one, so that it cannot rot; 
 """
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from benchmarks.measuring import describe_machine
 
 HAS_GPU = torch.cuda.is_available()
 FOLDER = Path(__file__).parent
-FIGURES = FOLDER.parents[1] / "gpu_figures.json"
+FIGURES = Path(os.environ.get("GPU_FIGURES") or FOLDER.parents[1] / "gpu_figures.json")
 _figures: dict[str, Any] = {}
 _outcomes: dict[str, str] = {}
 
