@@ -2,6 +2,7 @@
 
     class Doubler:
         max_turns = 4  # default: DEFAULT_MAX_TURNS
+        num_threads = 1  # default: 1; more where step waits, for example for a server
 
         def reset(self, row: dict) -> list[dict]:  # the first messages to the model
             return row["messages"]
@@ -11,7 +12,8 @@
 
 Each conversation has its own object of the class. `row` has the fields of the data set's row, among them
 `messages`, the chat of its prompt; `step` gets all messages so far, the model's last reply at the end. The
-score of a conversation is the sum of its rewards. A response has the model's turns and the environment's
+score of a conversation is the sum of its rewards. With `num_threads` above 1, `step` of so many conversations
+runs at a time: what they share must allow that. A response has the model's turns and the environment's
 messages between them: sampled token ids are kept, only the environment's messages are tokenised.
 
 # B prompts of a batch, N conversations of each, which are adjacent: B' = B x N
@@ -23,6 +25,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +74,9 @@ def import_environment(target: str) -> type:
     max_turns = getattr(kind, "max_turns", DEFAULT_MAX_TURNS)
     if not isinstance(max_turns, int) or max_turns < 1:
         raise ValueError(f"{flag}: {name}.max_turns {max_turns!r} must be a whole number of at least 1")
+    num_threads = getattr(kind, "num_threads", 1)
+    if not isinstance(num_threads, int) or num_threads < 1:
+        raise ValueError(f"{flag}: {name}.num_threads {num_threads!r} must be a whole number of at least 1")
     return kind
 
 
@@ -146,7 +152,11 @@ class Environments:
     ) -> list[list[int] | None]:
         """Reply to ended turns of the model; see `common.generation.generate.TurnCallback`."""
         started = time.monotonic()
-        answers = [self._answer(conversations[number], token_ids) for number, token_ids in ended]
+        asked = [(conversations[number], token_ids) for number, token_ids in ended]
+        num_threads = getattr(self.kind, "num_threads", 1)
+        with ThreadPoolExecutor(num_threads) as pool:
+            apply = pool.map if num_threads > 1 else map  # what one thread opened, another may not use
+            answers = [*apply(lambda pair: self._answer(*pair), asked)]
         COSTS.move(time.monotonic() - started, "generate", KIND)
         return answers
 

@@ -138,8 +138,14 @@ class Questions(TorchFunctionMode):
             raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
         if self.gpu.has(tensor, "pinned"):
             return tensor
+        self._check_capture()
         with self.gpu.quiet():
             return self.gpu.mark(tensor.clone(), "pinned")
+
+    def _check_capture(self) -> None:
+        """Raise RuntimeError while any thread captures: memory cannot be pinned then."""
+        if self.gpu.capture:
+            raise RuntimeError(f"cudaHostAlloc: not permitted when a stream is capturing ({caller()})")
 
     def _tolist(self, tensor: Tensor) -> Any:
         self.gpu.check_written(tensor)
@@ -158,6 +164,8 @@ class Questions(TorchFunctionMode):
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
         """Return a new tensor on the device that is asked for."""
         gpu, is_pinned = self.gpu, kwargs.pop("pin_memory", False)
+        if is_pinned:
+            self._check_capture()
         device = self._on(kwargs.pop("device", None) or "cpu")
         is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
         if device.type == "meta" or (device.type == "cpu" and is_fake):  # a plan's
@@ -325,7 +333,7 @@ def _varlen_kernel(gpu: PretendedGpu) -> Callable[..., tuple[Tensor]]:
         assert (
             is_int32 and gpu.has(used) and used.is_contiguous() and len(used) == len(query) and longest == 1
         )
-        assert longest == 1 and not options["is_causal"] and options["window_size_right"] == -1
+        assert longest == 1 and not options["is_causal"]
         with gpu.quiet():
             assert starts.tolist() == list(range(len(query) + 1)) and int(used.max()) <= longest_key
             slots = [x.unflatten(0, (len(query), -1)) for x in (key, value)]
@@ -334,10 +342,8 @@ def _varlen_kernel(gpu: PretendedGpu) -> Callable[..., tuple[Tensor]]:
         back = used.unsqueeze(1) - 1 - torch.arange(keys.shape[2], device=query.device)
         seen = (back >= 0) if left < 0 else (back >= 0) & (back <= left)
         how = {"scale": options["scale"], "enable_gqa": query.shape[1] != key.shape[1]}
-        mask = seen[:, None, None]
-        output = torch.nn.functional.scaled_dot_product_attention(
-            query.unsqueeze(2).float(), keys, values, mask, **how
-        )
+        states = query.unsqueeze(2).float(), keys, values, seen[:, None, None]
+        output = torch.nn.functional.scaled_dot_product_attention(*states, **how)
         return (output.squeeze(2).to(query.dtype),)
 
     def attend(
@@ -346,10 +352,11 @@ def _varlen_kernel(gpu: PretendedGpu) -> Callable[..., tuple[Tensor]]:
     ) -> tuple[Tensor]:  # fmt: skip
         assert options.keys() <= known  # the installed torch takes these arguments
         assert query.shape[-1] % 8 == 0, "the kernel does not pad heads"
-        if "seqused_k" in options:
+        assert options["window_size_right"] == (-1 if options["window_size_left"] < 0 else 0)
+        if options["seqused_k"] is not None:
             return attend_to_slots(query, key, value, starts, key_starts, longest, longest_key, options)
         window, is_causal = options["window_size_left"], options["is_causal"]
-        assert is_causal == (window < 0) and not options["window_size_right"] + options["dropout_p"]
+        assert is_causal == (window < 0) and not options["dropout_p"]
         is_grouped = query.shape[1] != key.shape[1]
         with gpu.quiet():
             lengths, key_lengths = starts.diff().tolist(), key_starts.diff().tolist()
@@ -372,7 +379,10 @@ def _varlen_kernel(gpu: PretendedGpu) -> Callable[..., tuple[Tensor]]:
 @contextlib.contextmanager
 def pretended_gpu(capability: tuple[int, int] = (8, 0), memory_gib: float = 24.0) -> Iterator[PretendedGpu]:
     """Have a GPU in the block."""
-    gpu, run_thread = PretendedGpu(int(memory_gib * 2**30)), threading.Thread._bootstrap_inner
+    gpu, run_thread = (
+        PretendedGpu(int(memory_gib * 2**30), tuple(capability)),
+        threading.Thread._bootstrap_inner,
+    )
 
     def run_in_modes(thread: threading.Thread) -> None:
         with Operations(gpu), Questions(gpu):
@@ -402,7 +412,6 @@ def pretended_gpu(capability: tuple[int, int] = (8, 0), memory_gib: float = 24.0
         # Autograd saves tensors where no mode answers for their devices.
         kinds = torch.utils.checkpoint._allowed_determinism_checks_to_fns
         stack.enter_context(mock.patch.dict(kinds, default=lambda tensor: (tensor.shape, tensor.dtype)))
-        stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *_: None))
         stack.enter_context(mock.patch.object(attention, "varlen_kernel", _varlen_kernel(gpu)))
         stack.enter_context(Operations(gpu))
         # Not one of the answers: it looks at the stream first.

@@ -61,8 +61,9 @@ class PretendedGpu:
     are bytes of live tensors; more than `total` is out of memory.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, capability: tuple[int, int]) -> None:
         self.device, self.total, self.allocated, self.peak = torch.device("cuda:0"), total, 0, 0
+        self.capability = capability
         self.waits: list[Event] = []
         self.copies: list[Event] = []
         self.queries: list[Event] = []
@@ -334,6 +335,8 @@ class Operations(TorchDispatchMode):
             return
         if name in WAITS and not (name == "aten::repeat_interleave" and _knows_size(args, kwargs)):
             gpu.wait(name)
+        if name == "aten::_grouped_mm" and (gpu.capability < (9, 0) or args[0].dtype != torch.bfloat16):
+            gpu.wait(name)  # the host reads the sizes of its groups
         # x[mask] = 0.0 is a masked_fill_.
         is_fill = name in INDEXING and len(args) > 2 and not args[2].dim() and not gpu.has(args[2])
         for index in args[1] if name in INDEXING else ():

@@ -176,6 +176,11 @@ class RunArguments:
         "an error",
         may_change=True,
     )
+    tf32: str = flag(
+        "auto",
+        "fp32 matrix products of a GPU in TF32: faster, 10 bits of mantissa; auto: unless --dtype is fp32",
+        choices=("auto", "true", "false"),
+    )
     trackers: list[str] = flag(
         [], "experiment trackers to log the metrics to", choices=TRACKERS, may_change=True
     )

@@ -326,10 +326,12 @@ class DecodeStep:
         state = self.state
         slots = slice(0, num_rows)
         positions = state.lengths[:num_rows]
-        length = self.cache.max_length
-        used_keys = UsedKeys.of(positions, upto, length) if self._has_slot_attention else None
-        self.cache.begin_decode(self._rows[:num_rows], positions, length if used_keys else upto)
-        inputs: dict[str, Any] = {
+        inputs: dict[str, Any] = {}
+        if self._has_slot_attention:
+            inputs["used_keys"] = UsedKeys.of(positions, upto, self.cache.max_length)
+            upto = self.cache.max_length  # the kernel takes whole slots
+        self.cache.begin_decode(self._rows[:num_rows], positions, upto)
+        inputs |= {
             "input_ids": state.last_ids[:num_rows].unsqueeze(1),
             "attention_mask": self._build_mask(positions, upto),
             self._cache_argument: self.cache,
@@ -337,8 +339,6 @@ class DecodeStep:
         }
         if self._takes_positions:
             inputs["position_ids"] = positions.unsqueeze(1)
-        if used_keys:
-            inputs["used_keys"] = used_keys
         logits = self.model(**inputs).logits[:, -1]
         positions.add_(state.is_live[:num_rows])
         if self.options is None:

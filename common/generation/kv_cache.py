@@ -18,8 +18,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from common.generation.tp_plans import head_counts
-from common.models import attention
-from common.models.attention import FLASH_ATTENTION, KERNELS, plain_attention, takes_own_kernels
+from common.models.attention import (
+    FLASH_ATTENTION,
+    KERNELS,
+    plain_attention,
+    run_kernel,
+    takes_own_kernels,
+)
 from common.models.transformers_internals import attention_of
 from common.ranks import distributed
 
@@ -259,21 +264,9 @@ def slot_attention(
     """
     if used_keys is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    output, *_ = attention.varlen_kernel(
-        query.squeeze(2),
-        *(x.transpose(1, 2).flatten(0, 1) for x in (key, value)),
-        used_keys.row_starts,
-        used_keys.slot_starts,
-        1,
-        used_keys.upto,
-        dropout_p=0.0,
-        is_causal=False,  # the only query is the last; the kernel then splits the keys of grouped heads
-        return_debug_mask=False,
-        scale=scaling,
-        window_size_left=-1 if sliding_window is None else sliding_window - 1,
-        window_size_right=-1,
-        seqused_k=used_keys.lengths,
-    )
+    lengths, *bounds, upto = used_keys
+    slots = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
+    output = run_kernel(query.squeeze(2), *slots, *bounds, 1, upto, scaling, sliding_window, lengths)
     return output.unsqueeze(1), None
 
 

@@ -213,19 +213,9 @@ def attend_packed(
         query, key, value = (x.float() for x in (query, key, value))
     key, value = packing.keys_of(key), packing.keys_of(value)
     if query.is_cuda and not dropout:  # dropout is left to sdpa
-        output, *_ = varlen_kernel(
-            *(x[0].transpose(0, 1) for x in (query, key, value)),
-            packing.starts,
-            packing.key_starts,
-            max(packing.lengths),
-            max(packing.key_lengths),
-            dropout_p=0.0,
-            is_causal=sliding_window is None,
-            return_debug_mask=False,
-            scale=scaling,
-            window_size_left=-1 if sliding_window is None else sliding_window - 1,
-            window_size_right=0,
-        )
+        states = (x[0].transpose(0, 1) for x in (query, key, value))
+        longest = max(packing.lengths), max(packing.key_lengths)
+        output = run_kernel(*states, packing.starts, packing.key_starts, *longest, scaling, sliding_window)
         return output.unsqueeze(0), None
     options = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     # Segment by segment; a narrowed last layer computes only `packing.used_slots`.
@@ -246,6 +236,37 @@ def attend_packed(
     if used is not None:
         output = torch.zeros_like(query).index_copy(2, used, output)
     return output.to(dtype).transpose(1, 2).contiguous(), None
+
+
+def run_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor,
+    key_starts: torch.Tensor,
+    longest: int,
+    longest_key: int,
+    scaling: float | None,
+    window: int | None,
+    used: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention output (total, H, D) for segments end to end: query (total, H, D), key and value
+    (keys, H, D), starts and key_starts (P + 1,) int32.
+
+    used (P,) int32: keys that count of each segment; its only query is the last.
+    """
+    left, right = (-1, -1) if window is None else (window - 1, 0)
+    output, *_ = varlen_kernel(
+        query, key, value, starts, key_starts, longest, longest_key,
+        dropout_p=0.0,
+        is_causal=window is None and used is None,  # else the kernel does not split keys of grouped heads
+        return_debug_mask=False,
+        scale=scaling,
+        window_size_left=left,
+        window_size_right=right,
+        seqused_k=used,
+    )  # fmt: skip
+    return output
 
 
 def attend_flash(

@@ -268,6 +268,8 @@ def enter(start: Start) -> StageData | None:
             run_files.take_lock(args.output_dir)
     if args.deterministic:
         _make_deterministic()
+    if distributed.has_gpu():
+        choose_products(args.tf32, distributed.dtype_name(args.dtype))
     distributed.start(args.local_rank, args.collective_timeout)
     transformers.set_seed(args.seed % 2**32)  # equal on all ranks, for equal new weights
     with as_problem(start.problems), watchdog.phase("the preparation of the data"):
@@ -289,6 +291,14 @@ def enter(start: Start) -> StageData | None:
     if distributed.is_main():
         print(earlier.finished)
     return None
+
+
+def choose_products(tf32: str, dtype: str) -> None:
+    """Let a GPU compute fp32 matrix products in TF32 or not, see --tf32; print a note if it may."""
+    is_used = tf32 == "true" or (tf32 == "auto" and dtype != "fp32")
+    torch.backends.cuda.matmul.allow_tf32 = is_used
+    if is_used and torch.cuda.get_device_capability() >= (8, 0):
+        print_note("fp32 matrix products are in TF32, 10 bits of mantissa; --tf32 false for all 23")
 
 
 def _make_deterministic() -> None:

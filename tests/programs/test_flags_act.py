@@ -206,7 +206,7 @@ MOVES_NO_NUMBER = {
     "offload_states_for_generation generation_slots tp_gather_partition_size "
     "no_share_prompts no_cuda_graphs unpin_actor_parameters release_inference_cache reward_processes "
     "reward_batch_size merge_adapters",
-    "on a CPU, that is; test_on_a_pretended_gpu.py": "deterministic",
+    "on a CPU, that is; test_on_a_pretended_gpu.py": "deterministic tf32",
     "of hub names": "trust_remote_code unsupervised_dataset_config_name",
 }
 CASES = [

@@ -4,9 +4,11 @@ what is heard is what comes out, and who has heard enough ends an answer.
 
 import dataclasses
 import json
+import threading
 
 import pytest
 import torch
+from pretended_gpu import pretended_gpu
 from transformers import AutoModelForCausalLM
 
 from common.data.example import Message
@@ -14,7 +16,7 @@ from common.flags.args import Problems
 from common.generation.decode import SamplingOptions
 from common.generation.generate import Generator, PromptBatch
 from common.generation.inference_module import share_weights
-from common.generation.request_loop import SharedGenerator
+from common.generation.request_loop import SharedGenerator, device_turn
 from serving import prompt_eval
 from serving.answering import Answerer, Sampling, load_answerer, load_template
 from serving.arguments import AnsweringArguments
@@ -52,6 +54,21 @@ def asked_text(answerer, messages):
     turns = [{"role": message.role, "content": message.content} for message in messages]
     form = {"chat_template": answerer.template.chat_template, "add_generation_prompt": True}
     return answerer.tokenizer.apply_chat_template(turns, tokenize=False, **form)
+
+
+def test_scores_wait_while_another_request_captures_its_passes(tiny_model_folder):
+    """Copies and pinned memory of another thread would end the capture."""
+    with pretended_gpu() as gpu:
+        answerer = load(tiny_model_folder("llama"))
+        gpu.clear()
+        scores = []
+        scoring = threading.Thread(target=lambda: scores.extend(answerer.score([5, 6, 7, 8], 2)))
+        with device_turn(), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            scoring.start()
+            scoring.join(0.5)
+            assert scoring.is_alive() and not gpu.copies
+        scoring.join(30)
+    assert len(scores) == 4 and gpu.copies
 
 
 def test_greedy_answers_are_those_of_transformers(tiny_model_folder, tiny_tokenizer):

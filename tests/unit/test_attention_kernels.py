@@ -15,7 +15,7 @@ from tiny_configs import CONFIGS, PADDED_IN_5_23, tiny_config
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from common.generation.decode import SamplingOptions
+from common.generation.decode import DecodeStep, SamplingOptions
 from common.generation.generate import Generator, PromptBatch
 from common.generation.inference_module import share_weights
 from common.generation.kv_cache import SLOT_ATTENTION
@@ -116,8 +116,11 @@ def test_a_family_computes_with_torchs_kernel_what_it_computes_without(
         assert takes_packed(model) == (model.config._attn_implementation == VARLEN_ATTENTION) == is_packed
         found = [compute_logprobs(model, is_packed=choice) for choice in {False, is_packed}]
         found.append(compute_logprobs(model, is_packed=is_packed, groups=GROUPS))
-        rows, logprobs, attention = generate(model, "cuda")
-        assert (attention == SLOT_ATTENTION) == is_packed
+        with mock.patch.object(
+            DecodeStep, "_additive", side_effect=DecodeStep._additive, autospec=True
+        ) as mask:
+            rows, logprobs, attention = generate(model, "cuda")
+        assert (attention == SLOT_ATTENTION) == is_packed and not (is_packed and mask.called)
     plain = load_plain(folder)
     expected = compute_logprobs(plain)
     assert all(is_near(logprobs, expected) for logprobs in found)

@@ -25,6 +25,8 @@ from common.runs.run import Stopped
 
 # Their passes over one token make the host wait or copy from its pageable memory, in transformers' own code.
 RUN_PLAINLY = {"falcon", "falcon_new", "gpt_neo", "llama_dynamic"}
+# Torch's product by expert reads the experts' sizes on the host in fp32, and in bf16 below Hopper.
+MIXTURES = {"mixtral", "qwen2_moe", "qwen3_moe"}
 NOT_HERE = {"minimax"}  # a cache of its own
 ROPES = {
     "llama_dynamic": ("llama", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
@@ -79,10 +81,21 @@ def test_a_family_is_captured_or_is_known_to_run_plainly(family, capfd):
         generator = make_generator(family)
         assert texts(generator) == expected
         captured = gpu.launches["a graph"] > 0
-        assert captured == bool(gpu.graphs) == (family not in RUN_PLAINLY)
+        assert captured == bool(gpu.graphs) == (family not in RUN_PLAINLY | MIXTURES)
         said = capfd.readouterr().err
         assert said.count("without CUDA graphs") == (not captured)
         assert texts(generator) == expected and capfd.readouterr().err == "", "it is said once"
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
+@pytest.mark.parametrize("family", sorted(MIXTURES))
+def test_a_mixture_in_bf16_is_captured_from_hopper_on(family, capability, capfd):
+    with pretended_gpu(capability) as gpu:
+        generator = make_generator(family)
+        generator.model.bfloat16()
+        assert texts(generator) == texts(generator)
+        assert bool(gpu.graphs) == (capability >= (9, 0))
+    assert capfd.readouterr().err.count("_grouped_mm") == (capability < (9, 0))
 
 
 def test_a_turn_that_goes_on_runs_by_the_same_graphs():

@@ -23,6 +23,9 @@ from step3_ppo.rewards.scorer import PREFIX, Scorer
 from step3_ppo.rollout_batch import tokens, with_tokens
 
 MODULE = '''
+import threading
+
+
 class Echo:
     """Repeats what it hears, with its length for a reward; the row says how long, and what goes wrong."""
 
@@ -79,6 +82,21 @@ class NeedsMore(Echo):
 
 class NoTurns(Echo):
     max_turns = 0
+
+
+class NoThreads(Echo):
+    num_threads = 0
+
+
+class Meeting(Echo):
+    """Goes on once another conversation is in its step, too."""
+
+    num_threads = 2
+    barrier = threading.Barrier(2, timeout=20)
+
+    def step(self, messages):
+        self.barrier.wait()
+        return super().step(messages)
 '''
 
 
@@ -114,6 +132,17 @@ def make(template, name: str, max_prompt_tokens: int = 99) -> Environments:
 def reply(template, text: str) -> list[int]:
     """What a model samples for a turn."""
     return template.tokenizer(text, add_special_tokens=False).input_ids + [template.eot_id]
+
+
+def test_steps_of_several_conversations_run_together_and_stay_in_order(echo, make_tokenizer):
+    template = build_template("plain", make_tokenizer())
+    environments = make(template, "Meeting")
+    _, talks = environments.begin(prompts_of(template, {}, {}, {}, {}), 1)
+    ended = [(number, reply(template, "a" * (number + 1))) for number in (2, 0, 3, 1)]
+    answers = environments.answer(talks, ended)
+    assert [talk.score for talk in talks] == [1.0, 2.0, 3.0, 4.0] and not environments.first_failure
+    said = [template.tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
+    assert said == ["aaa", "a", "aaaa", "aa"]
 
 
 @pytest.mark.parametrize(
@@ -242,6 +271,7 @@ def test_a_step_that_gives_no_triple_is_a_failure(echo, tiny_tokenizer):
         ("echoes:NoStep", "has no such reset"),
         ("echoes:NeedsMore", r"NeedsMore\(\) must not require arguments"),
         ("echoes:NoTurns", "max_turns 0 must be a whole number of at least 1"),
+        ("echoes:NoThreads", "num_threads 0 must be a whole number of at least 1"),
     ],
 )
 def test_what_is_no_environment_is_named(target, words, echo):

@@ -50,7 +50,7 @@ def stand_in(query, keys, values, starts, slot_starts, longest, longest_key, **o
     """What the kernel's documentation says, row by row and head by head: (rows, H, D)."""
     window, used = options["window_size_left"], options["seqused_k"]
     assert longest == 1 and starts.tolist() == list(range(len(query) + 1))
-    assert options["window_size_right"] == -1 and not options["is_causal"]
+    assert options["window_size_right"] == (-1 if window < 0 else 0) and not options["is_causal"]
     assert used.dtype == starts.dtype == slot_starts.dtype == torch.int32 and int(used.max()) <= longest_key
     CALLS.append(window)
     output = torch.empty_like(query)

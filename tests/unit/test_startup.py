@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -20,7 +21,13 @@ from common.models import model_flops
 from common.models.transformers_internals import TRANSFORMERS
 from common.programs import model_checks
 from common.programs.conversation_form import describe_form, find_template
-from common.programs.startup import GROUP_VARIABLES, check_device, check_environment, check_run
+from common.programs.startup import (
+    GROUP_VARIABLES,
+    check_device,
+    check_environment,
+    check_run,
+    choose_products,
+)
 from common.ranks import distributed
 from common.ranks.deepspeed_internals import DEEPSPEED
 from common.runs.resume import resolve_dtype
@@ -233,6 +240,26 @@ def test_bf16_is_for_gpus_that_compute_in_it(capability, dtype, resolved, proble
         assert distributed.dtype_name(dtype) == resolved
     assert [problem in text for text in problems.messages] == [True] * bool(problem)
     assert problem or [note in text for text in notes] == [True] * bool(note)
+
+
+@pytest.mark.parametrize(
+    ("tf32", "dtype", "capability", "is_used", "is_said"),
+    [
+        ("auto", "bf16", (8, 0), True, True),
+        ("auto", "fp32", (8, 0), False, False),
+        ("true", "fp32", (9, 0), True, True),
+        ("false", "bf16", (8, 0), False, False),
+        ("auto", "fp16", (7, 5), True, False),  # a T4 has none
+    ],
+)
+def test_tf32_is_for_runs_that_are_not_in_fp32(
+    tf32, dtype, capability, is_used, is_said, monkeypatch, capsys
+):
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace())
+    with pretended_gpu(capability):
+        choose_products(tf32, dtype)
+    assert torch.backends.cuda.matmul.allow_tf32 == is_used
+    assert ("TF32" in capsys.readouterr().err) == is_said
 
 
 def test_dtype_auto_is_the_faster_on_a_cpu_and_the_usual_on_a_gpu(monkeypatch):
