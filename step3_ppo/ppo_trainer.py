@@ -14,6 +14,7 @@ import torch
 from common.data.global_batches import GlobalBatches
 from common.data.packed_batch import PackedBatch
 from common.ranks import distributed, watchdog
+from common.ranks.digests import DIGESTS
 from common.ranks.failures import StepSkipped
 from common.ranks.step_costs import COSTS
 from common.runs.run import Run
@@ -84,9 +85,11 @@ class PPOTrainer:
         if self.open_step is None:
             run_hooks("before_step", self, None)
             batch = self.collect(step, run)  # generate, score
+            DIGESTS.add_batches("rollout", [batch])
             batch = run_hooks("before_advantages", self, batch)
             self.open_step = self.add_advantages(step, batch)  # rewards, advantages, returns
             self.open_step.batch = run_hooks("after_advantages", self, self.open_step.batch)
+            DIGESTS.add_batches("advantages", [self.open_step.batch])
         for micro_batches in self.minibatches(self.open_step):  # ppo_epochs passes
             micro_batches = run_hooks("before_update", self, micro_batches)
             # Sampler and trainer are the same policy only before the first update.

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from common.ranks import distributed
-from common.ranks.deepspeed_internals import combined_norm, gradient_norms, known_norms
+from common.ranks.deepspeed_internals import combined_norm, gradient_norms, known_norms, reduced_gradients
+from common.ranks.digests import DIGESTS
 from common.ranks.failures import StepSkipped
 from common.ranks.step_costs import COSTS
 
@@ -111,7 +112,14 @@ def compute_gradients(engine: Any, terms: Sequence[LossTerm]) -> Gradients:
                 means[name] = total / count
         summed_norms = zip(summed[len(sums) :], norms, strict=True)
         norms = [torch.tensor(n, dtype=norm.dtype) for n, norm in summed_norms]
-        return Gradients(engine, terms, means, combined_norm(engine, norms), norms)
+        gradients = Gradients(engine, terms, means, combined_norm(engine, norms), norms)
+        phase = DIGESTS.number_phase(terms[0].name)
+        for term in terms:
+            DIGESTS.add_batches(f"{phase}: rows of {term.name}", term.micro_batches)
+        DIGESTS.add_numbers(f"{phase}: losses", means)
+        DIGESTS.add_tensors(f"{phase}: gradients", reduced_gradients(engine))
+        DIGESTS.add_numbers(f"{phase}: gradients", {GRAD_NORM: gradients.grad_norm})
+        return gradients
 
 
 def take_steps(gradients: Sequence[Gradients], reason_to_skip: str = "") -> list[dict[str, float]]:

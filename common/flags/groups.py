@@ -193,6 +193,12 @@ class RunArguments:
     log_interval: int = flag(
         1, "print a line every N steps; metrics.jsonl has every step", may_change=True, low=1
     )
+    digest_interval: int = flag(
+        1,
+        "write digests of every Nth step, with which tools.replay checks the run; 0: none",
+        may_change=True,
+        low=0,
+    )
     ds_config: str = flag("", "JSON file to merge over the DeepSpeed configuration that the flags produce")
     plugins: list[str] = flag(
         [],

@@ -98,11 +98,13 @@ def run_steps(run: Run, train_step: Callable[[int], None], evaluate: Callable[[i
             break
         step = run.step + 1
         bad_step = None
+        run.digests.begin(step)
         try:
             train_step(step)
         except StepSkipped as error:
             bad_step = error
         run.step = step
+        run.digests.write(step)
         if bad_step:
             run.record_bad_step(step, bad_step)
     if not run.num_updates:

@@ -56,6 +56,26 @@ def gradient_norms(engine: Any) -> list[torch.Tensor]:
     return [zero.scaled_global_norm()]
 
 
+def reduced_gradients(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """This rank's part of the gradients of an optimizer step, with the names of their parameters; with an
+    offloaded optimizer one tensor per group.
+    """
+    names = {id(p): name for name, p in engine.module.named_parameters()}
+    if not engine.zero_optimization():
+        yield from ((name, p.grad) for name, p in engine.module.named_parameters() if p.grad is not None)
+        return
+    zero = engine.optimizer
+    is_stage_3 = engine.zero_optimization_stage() == 3
+    groups = zero.fp16_groups if is_stage_3 else zero.params_in_partition
+    flats = zero.fp32_partitioned_groups_flat if is_stage_3 else zero.single_partition_of_fp32_groups
+    for index, (parameters, flat) in enumerate(zip(groups, flats, strict=True)):
+        gradients = zero.averaged_gradients.get(index)
+        if gradients:
+            yield from ((names[id(p)], g) for p, g in zip(parameters, gradients, strict=False))
+        elif flat.grad is not None:
+            yield f"group {index}", flat.grad
+
+
 def combined_norm(engine: Any, norms: list[torch.Tensor]) -> float:
     """Global norm of the gradients; infinite if one of them is not finite."""
     if not engine.zero_optimization():

@@ -29,6 +29,7 @@ from common.ranks import distributed, passes, watchdog
 from common.ranks.failures import StepSkipped, TooManyBadSteps, say
 from common.runs import run_files
 from common.runs.checkpoints import FOLDER, checkpoint_name, checkpoint_order, load_newest, save_checkpoint
+from common.runs.digest_log import DigestLog
 from common.runs.durable_files import (
     SaveFailed,
     json_line,
@@ -84,6 +85,7 @@ class Run(Stateful):
         self.models: dict[str, str] = {}  # fingerprints of the frozen models
         self.facts: dict[str, Any] = {}  # metadata for the export
         self.parts = dict(parts) | {"progress": self, "random": RandomState(), "log": logger}
+        self.digests = DigestLog(args.digest_interval * bool(args.output_dir), logger, self.parts)
         self.frozen = frozen or {}
         self.folder = Path(args.output_dir) if args.output_dir else None
         self.flags = dataclasses.asdict(args) | {"resolved_dtype": distributed.dtype_name(args.dtype)}
@@ -91,9 +93,8 @@ class Run(Stateful):
         self.last_saved = ""
         self.save_clock = IntervalClock(args.save_interval, steps_per_epoch)
         if args.save_interval:
-            logger.time_left.expect(
-                "save", lambda step: args.save_interval.is_due(step, steps_per_epoch, seconds=0)
-            )
+            is_due = args.save_interval.is_due
+            logger.time_left.expect("save", lambda step: is_due(step, steps_per_epoch, seconds=0))
 
     def json_state(self) -> dict[str, Any]:
         """Progress of the run, and the digest of its data."""
@@ -106,6 +107,7 @@ class Run(Stateful):
             "data_key": self.data.key,
             "rows": self.rows,
             "models": self.models,
+            "digests": self.digests.pending(),
         }
 
     def load(self, reader: TensorReader, state: dict[str, Any]) -> None:
@@ -131,6 +133,7 @@ class Run(Stateful):
         self.evaluated_step = state.get("evaluated_step", self.step)  # absent in older checkpoints
         self.num_refused = state.get("num_refused", 0)  # stored elsewhere in older checkpoints
         self.num_updates = state.get("num_updates", max(self.step - self.num_refused, 0))
+        self.digests.restore(state.get("digests", []))
 
     def begin(self) -> None:
         """Load the newest complete checkpoint, or clear the folder for a new run.
@@ -202,12 +205,12 @@ class Run(Stateful):
         """
         earlier = read_if_whole(self.folder / run_files.RUN_FILE, starts=list) if self.last_saved else {}
         engines = {name: part.engine for name, part in self.parts.items() if hasattr(part, "engine")}
-        cpu = f"CPU {platform.machine()}"
         start = {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "from_step": self.step,
             "world_size": distributed.world_size(),
-            "device": torch.cuda.get_device_name() if distributed.has_gpu() else cpu,
+            "device": torch.cuda.get_device_name() if distributed.has_gpu() else f"CPU {platform.machine()}",
+            "threads": torch.get_num_threads(),
             "dtype": self.flags["resolved_dtype"],
             "data_key": self.data.key,
             "models": self.models,

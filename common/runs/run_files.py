@@ -24,6 +24,7 @@ RUN_FILE = "run.json"  # default flags; time, versions, device, data digest of e
 FINISHED_FILE = "finished.json"  # written when nothing is left to do
 LOCK_FILE = "lock.json"  # process that writes here, and its exit code
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # one line per step, evaluation, sample
+DIGESTS = "digests.jsonl"  # see digest_log.py
 ROLLOUTS = "rollouts.jsonl.gz"  # --save_rollouts: one gzip member per step, one line per response
 REPORT = "report.html"
 TRACKERS_FILE = "trackers.json"  # run ids in --trackers, and their newest steps

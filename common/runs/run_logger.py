@@ -29,7 +29,7 @@ from common.ranks import distributed, passes
 from common.ranks.failures import kind_and_line
 from common.runs.console import StepTable, TimeLeft, outcome_line
 from common.runs.durable_files import WRITING, json_line, read_if_whole, sync, without_nan
-from common.runs.run_files import METRICS, REPORT, ROLLOUTS, SAMPLES, TRACKERS_FILE
+from common.runs.run_files import DIGESTS, METRICS, REPORT, ROLLOUTS, SAMPLES, TRACKERS_FILE
 from common.runs.saved_state import Stateful, TensorReader
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,7 +91,7 @@ class RunLogger(Stateful):
         self.folder = Path(args.output_dir) if args.output_dir and self.is_on else None
         self.started = time.monotonic()
         self.trackers = TrackerGroup(args, self.note)
-        names = (METRICS, SAMPLES, ROLLOUTS) if self.folder else ()
+        names = (METRICS, SAMPLES, ROLLOUTS, DIGESTS) if self.folder else ()
         self.files = {name: _GrowingFile(self.folder / name, self.note) for name in names}
 
     def open(self, last_step: int | None = None) -> None:
@@ -170,6 +170,10 @@ class RunLogger(Stateful):
         if self.folder:
             lines = "".join(json_line({"step": step, **row}) for row in rows)
             self.files[ROLLOUTS].append(gzip.compress(lines.encode(), mtime=0))
+
+    def digests(self, step: int, **fields: Any) -> None:
+        """Write the digests of a step to digests.jsonl."""
+        self._write(DIGESTS, step, fields)
 
     def close(self) -> None:
         """Print the outcome of the run, close the trackers, and write waiting lines."""

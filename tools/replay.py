@@ -1,0 +1,332 @@
+"""Checks a run: makes steps of it again and compares every phase, or finds where two runs part.
+
+    python -m tools.replay RUN --step 137 [--until 140] [--num_ranks 1] [-- FLAGS]
+    python -m tools.replay RUN OTHER_RUN
+
+RUN is an --output_dir with digests.jsonl, in which the run wrote digests of what it computed. The steps are
+made again from the newest checkpoint before them, or from the start, in a temporary folder; nothing in RUN
+changes. On as many ranks as before, bits are compared; on other ranks, or with FLAGS of the program that
+change how it computes, such as --zero_stage 2, numbers within BOUNDS. The exit code is 0 if all is equal,
+1 if not, 2 if it cannot be found out.
+"""
+
+import argparse
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from common.flags.streams import run_tool
+from common.runs.checkpoints import checkpoint_order, find_checkpoints
+from common.runs.digest_log import NO_BITS
+from common.runs.durable_files import read_if_whole, read_object
+from common.runs.resume import NOT_WORTH_A_NOTE, program_of
+from common.runs.run_files import ARGS_FILE, CONFIG_FILE, DIGESTS, RUN_FILE
+
+ROOT = Path(__file__).resolve().parents[1]
+# Largest relative difference on other ranks, by dtype: they add up in another order.
+BOUNDS = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}
+LEAST = 1e-2  # numbers below it are compared as if they were as large
+BATCHES_PER_STEP = {"gradient_accumulation_steps", "generation_batches"}  # of a rank
+MAX_SHOWN = 6
+SCRATCH_FLAGS = ("output_dir", "resume", "trackers", "tensorboard_path", "save_interval", "digest_interval")
+START_FACTS = ("world_size", "device", "threads", "dtype", "data_key", "models", "code")
+POLL_SECONDS = 0.2
+
+
+class Value(NamedTuple):
+    """Digest of a tensor, or a number: `bits` is then NO_BITS."""
+
+    bits: str
+    total: float | None
+
+
+Phases = dict[str, dict[str, Value]]  # phase -> tensor -> digest, in the order of the step
+
+
+def read_digests(folder: Path) -> dict[int, list[Phases]]:
+    """Phases by step and rank. Raises ValueError if the folder has no digests, or a line is damaged."""
+    try:
+        lines = (folder / DIGESTS).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        hint = "a run writes it unless --digest_interval is 0"
+        raise ValueError(f"{folder / DIGESTS} cannot be read ({error.strerror}); {hint}") from error
+    names: dict[str, list[str]] = {}
+    steps = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            names |= row["names"]
+            steps[row["step"]] = [_unpack(phases, names) for phases in row["ranks"]]
+        except (KeyError, TypeError, ValueError) as error:
+            if number == len(lines):  # a run that was killed, or that still writes
+                break
+            raise ValueError(f"{folder / DIGESTS}, line {number} is damaged: {error}") from error
+    if not steps:
+        raise ValueError(f"{folder / DIGESTS} has no step yet")
+    return steps
+
+
+def _unpack(phases: dict[str, Any], names: dict[str, list[str]]) -> Phases:
+    width = len(NO_BITS)
+    return {
+        phase: {
+            name: Value(bits[index * width : (index + 1) * width], total)
+            for index, (name, total) in enumerate(zip(names[key], totals, strict=True))
+        }
+        for phase, (key, bits, totals) in phases.items()
+    }
+
+
+def find_difference(before: list[Phases], now: list[Phases], bound: float | None) -> list[str]:
+    """Lines about the first phase that differs, [] if none does: bit by bit, or with a bound in numbers."""
+    if bound is not None:
+        before, now = [merge_ranks(before)], [merge_ranks(now)]
+    if len(before) != len(now):
+        return [f"the number of ranks: {len(before)}, then {len(now)}"]
+    for phase in dict.fromkeys(phase for ranks in (before, now) for rank in ranks for phase in rank):
+        lines = []
+        for rank, (one, other) in enumerate(zip(before, now, strict=True)):
+            where = f"rank {rank}, " if len(before) > 1 else ""
+            differing = _differing(one.get(phase), other.get(phase), bound)
+            lines += [f"  {where}{text}" for text in differing]
+        if lines:
+            more = [f"  and {len(lines) - MAX_SHOWN} more"] if len(lines) > MAX_SHOWN else []
+            return [f"{phase} differs:", *lines[:MAX_SHOWN], *more]
+    return []
+
+
+def _differing(
+    one: dict[str, Value] | None, other: dict[str, Value] | None, bound: float | None
+) -> Iterator[str]:
+    """Yield a text for each tensor of a phase that differs."""
+    if one is None or other is None:
+        if one is not other:
+            yield f"only the {'second' if one is None else 'first'} has it"
+        return
+    for name in dict.fromkeys((*one, *other)):
+        a, b = one.get(name), other.get(name)
+        if a is None or b is None:
+            yield f"{name}: only the {'second' if a is None else 'first'} has it"
+        elif not _is_equal(a, b, bound):
+            yield f"{name}: {_describe(a, b)}"
+
+
+def _is_equal(a: Value, b: Value, bound: float | None) -> bool:
+    if bound is None or a.total is None or b.total is None:
+        return a == b
+    if bound <= BOUNDS["fp32"] and isinstance(a.total, int) and isinstance(b.total, int):
+        return a.total == b.total
+    return abs(a.total - b.total) <= bound * max(abs(a.total), abs(b.total), LEAST)
+
+
+def _describe(a: Value, b: Value) -> str:
+    if a.total is None or b.total is None or a.total == b.total:
+        return "other bits, the same total" if a.total == b.total and a.total is not None else "other bits"
+    share = abs(a.total - b.total) / max(abs(a.total), abs(b.total))
+    return f"{a.total:.9g} against {b.total:.9g}, {share:.1e} of it"
+
+
+def merge_ranks(ranks: list[Phases]) -> Phases:
+    """The numbers that do not depend on how ranks share the work: norms and sums over all ranks."""
+    merged: dict[str, dict[str, Value]] = {}
+    for rank in ranks:
+        for phase, values in rank.items():
+            for name, value in values.items():
+                if value.total is None or phase == "state of random":
+                    continue
+                of_phase = merged.setdefault(phase, {})
+                name = name.partition("@")[0]  # of a slice
+                total = value.total
+                if name in of_phase and value.bits != NO_BITS:
+                    earlier = of_phase[name].total
+                    total = earlier + total if isinstance(total, int) else math.hypot(earlier, total)
+                of_phase[name] = Value(NO_BITS, total)
+    return merged
+
+
+def compare(
+    before: dict[int, list[Phases]], now: dict[int, list[Phases]], steps: Sequence[int], bound: float | None
+) -> bool:
+    """Print the outcome; return whether the steps are equal."""
+    for step in steps:
+        lines = find_difference(before[step], now[step], bound)
+        if lines:
+            print(f"step {step}: {lines[0]}", *lines[1:], sep="\n")
+            return False
+    how = "bit for bit" if bound is None else f"within {bound:g}"
+    num_phases = sum(len(rank) for step in steps for rank in before[step])
+    print(f"equal {how}: steps {steps[0]} to {steps[-1]}, {num_phases} phases")
+    return True
+
+
+# ---- what differs around the numbers --------------------------------------------------------------------
+
+
+def start_of(folder: Path, step: int) -> dict[str, Any]:
+    """What run.json knows of the start that made a step; {} if it is missing."""
+    starts = read_if_whole(folder / RUN_FILE, starts=list).get("starts", [])
+    return ([start for start in starts if start.get("from_step", 0) < step] or [{}])[-1]
+
+
+def surroundings(first: Path, second: Path, step: int) -> list[str]:
+    """Lines about what differs between two runs besides their numbers: flags, data, machine, versions."""
+    flags = [read_if_whole(folder / ARGS_FILE) for folder in (first, second)]
+    starts = [start_of(folder, step) for folder in (first, second)]
+    facts = [{name: start.get(name) for name in START_FACTS} | start.get("versions", {}) for start in starts]
+    lines = []
+    for kind, (one, other) in (("--", flags), ("", facts)):
+        for name in sorted({*one, *other} - NOT_WORTH_A_NOTE - {*SCRATCH_FLAGS}):
+            if one.get(name) != other.get(name):
+                lines.append(f"  {kind}{name}: {one.get(name)} against {other.get(name)}")
+    return lines
+
+
+# ---- making steps again ---------------------------------------------------------------------------------
+
+
+def _keep_rows(config: dict[str, Any], flags: dict[str, Any], before: int, now: int) -> None:
+    """Change the numbers of batches so that other ranks take as many rows a step. Raises ValueError."""
+    for name in BATCHES_PER_STEP & flags.keys() if now != before else ():
+        if flags[name] * before % now:
+            raise ValueError(f"--{name} {flags[name]} on {before} ranks cannot be divided among {now}")
+        config[name] = flags[name] * before // now
+
+
+def build_command(
+    folder: Path, scratch: Path, step: int, ranks: tuple[int, int], flags: Sequence[str]
+) -> list[str]:
+    """Command that makes the steps from the newest checkpoint before `step` on, in `scratch`.
+
+    `ranks`: their number in the run, and now. Raises ValueError.
+    """
+    recorded_ranks, num_ranks = ranks
+    run_flags = read_object(folder / ARGS_FILE)
+    checkpoints, _ = find_checkpoints(folder)
+    earlier = [c for c in checkpoints if checkpoint_order(c.folder.name)[0] < step]
+    config = yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8")) or {}
+    config = {name: value for name, value in config.items() if name not in SCRATCH_FLAGS}
+    _keep_rows(config, run_flags, recorded_ranks, num_ranks)
+    (scratch / CONFIG_FILE).write_text(yaml.safe_dump(config), encoding="utf-8")
+    program = [
+        str(ROOT / program_of(run_flags)),
+        "--config",
+        str(scratch / CONFIG_FILE),
+    ]
+    program += ["--output_dir", str(scratch / "run"), "--save_interval", "0", "--digest_interval", "1"]
+    if earlier:
+        program += ["--resume", str(earlier[0].folder.resolve())]
+    place = earlier[0].folder.name if earlier else "the start"
+    print(f"makes the steps from {place} on again; ranks: {num_ranks}; folder: {scratch}", flush=True)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
+    return [sys.executable, *(launcher if num_ranks > 1 else ()), *program, *flags]
+
+
+def make_steps(command: list[str], scratch: Path, until: int, num_threads: int) -> dict[int, list[Phases]]:
+    """Run the command until it has made the step `until`, then end it; return its digests.
+
+    Raises ValueError with its last lines if it ends before.
+    """
+    env = os.environ | {"OMP_NUM_THREADS": str(num_threads)} if num_threads else os.environ
+    log = scratch / "log"
+    with open(log, "wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=env, start_new_session=True)
+    try:
+        while True:
+            has_ended = process.poll() is not None
+            digests = read_digests(scratch / "run") if _has_line(scratch / "run" / DIGESTS) else {}
+            if until in digests:
+                return digests
+            if has_ended:
+                text = log.read_text(errors="replace").strip()
+                raise ValueError(f"the program ended with exit code {process.returncode}:\n{text[-3000:]}")
+            time.sleep(POLL_SECONDS)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _has_line(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0 and b"\n" in path.read_bytes()
+
+
+def replay(args: argparse.Namespace, flags: Sequence[str]) -> bool:
+    """Make the steps again and compare them; return whether they are equal."""
+    folder = args.run
+    recorded = read_digests(folder)
+    last = args.until or args.step
+    for step in (args.step, last):
+        if step not in recorded:
+            raise ValueError(
+                f"step {step} is not in {folder / DIGESTS}, which has {min(recorded)} to {max(recorded)}"
+            )
+    start = start_of(folder, args.step)
+    num_before = len(recorded[args.step])
+    ranks = num_before, args.num_ranks or num_before
+    is_same = ranks[0] == ranks[1] and not flags
+    bound = None if is_same else BOUNDS[start.get("dtype", "fp32")]
+    with tempfile.TemporaryDirectory(prefix="replay-") as name:
+        scratch = Path(name)
+        command = build_command(folder, scratch, args.step, ranks, flags)
+        made = make_steps(command, scratch, last, start.get("threads", 0))
+        steps = sorted(step for step in recorded.keys() & made.keys() if step <= last)
+        is_equal = compare(recorded, made, steps, bound)
+        lines = surroundings(folder, scratch / "run", args.step)
+    if lines and not is_equal:
+        print("besides:", *lines, sep="\n")
+    return is_equal
+
+
+def compare_runs(first: Path, second: Path) -> bool:
+    """Compare the steps that two runs recorded; return whether they are equal."""
+    before, now = read_digests(first), read_digests(second)
+    steps = sorted(before.keys() & now.keys())
+    if not steps:
+        raise ValueError(f"{first} and {second} have recorded no step in common")
+    has_same_ranks = len(before[steps[0]]) == len(now[steps[0]])
+    bound = None if has_same_ranks else BOUNDS[start_of(first, steps[0]).get("dtype", "fp32")]
+    is_equal = compare(before, now, steps, bound)
+    lines = surroundings(first, second, steps[-1])
+    if lines:
+        print("besides:", *lines, sep="\n")
+    return is_equal
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare as the arguments say; return the exit code."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    index = [*words, "--"].index("--")
+    usage = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.replay", description=__doc__, formatter_class=usage
+    )
+    parser.add_argument("run", type=Path, help="output folder of a run")
+    parser.add_argument("other", type=Path, nargs="?", help="output folder of another run")
+    parser.add_argument("--step", type=int, default=0, help="step to make again, from 1")
+    parser.add_argument("--until", type=int, default=0, help="last step to make again; 0: --step")
+    parser.add_argument("--num_ranks", type=int, default=0, help="ranks to make it on; 0: as many as before")
+    args = parser.parse_args(words[:index])
+    if bool(args.other) == bool(args.step):
+        parser.error("give either another run, or --step of this one")
+    if args.until and args.until < args.step:
+        parser.error(f"--until {args.until} is before --step {args.step}")
+    try:
+        is_equal = compare_runs(args.run, args.other) if args.other else replay(args, words[index + 1 :])
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return int(not is_equal)
+
+
+if __name__ == "__main__":
+    run_tool(main)
