@@ -204,6 +204,12 @@ class HybridArguments(DecodeArguments):
         choices=("auto", "true", "false"),
         only_with="actor_lora_dim",
     )
+    exact: bool = flag(
+        False,
+        "compute so that sampler and trainer are equal to the bit in any precision, with any number of slots "
+        "and ranks; slower, for checking: any gap between them is a mistake",
+        only_with="enable_hybrid_engine",
+    )
     offload_states_for_generation: bool = flag(
         False,
         "move optimizer states to the CPU during generation: the actor's, and the critic's if "

@@ -6,6 +6,7 @@ from typing import Any
 from common.data.collators import collate_texts
 from common.data.global_batches import GlobalBatches, RowPlan
 from common.data.stage_datasets import StageData, build_pretraining
+from common.models import exact
 from common.programs.training_loop import build_logger
 from common.ranks import distributed
 from common.runs.run import Run
@@ -65,6 +66,7 @@ def build_trainer(
 ) -> PPOTrainer:
     """Load the models and build the PPO trainer. Every rank must call this."""
     args = start.args
+    exact.use((args.max_prompt_seq_len + args.max_answer_seq_len) * args.exact)
     algorithm = start.algorithm
     specs = start.rewards
     num_updates = num_steps * args.updates_per_step

@@ -170,6 +170,13 @@ def check_flags(args: PPOArguments, num_ranks: int, dtype: str, problems: Proble
         f"{size} and --unpin_actor_parameters exclude each other: layers gathered one by one are "
         "not cut; give one of them",
     )
+    merges = args.merge_adapters == "true" or args.actor_zero_stage == 3
+    for is_inexact, what in (
+        (is_cut, f"{size} adds parts of a product"),
+        (args.actor_lora_dim > 0 and merges, "merged adapters (--merge_adapters true, ZeRO 3) are rounded"),
+        (args.load_in_4bit, "--load_in_4bit multiplies in another way"),
+    ):
+        problems.add_if(args.exact and is_inexact, f"--exact: {what}; leave one of them out")
 
 
 def check_evaluation(

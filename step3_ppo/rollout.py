@@ -59,6 +59,8 @@ class Rollout:
         self.source = "recompute" if args.replay_sampling_support else args.old_logprobs
         self.recomputes = self.source in ("auto", "recompute")
         self.trusted_gap = args.trusted_logprob_gap or TRUSTED_GAP[distributed.dtype_name(args.dtype)]
+        if args.exact:
+            self.trusted_gap = 0.0
         self.max_gap = self.trusted_gap if self.source == "strict" else math.inf  # else skip the update
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from common.generation.tp_plans import head_counts
+from common.models import exact
 from common.models.attention import (
     FLASH_ATTENTION,
     KERNELS,
@@ -223,6 +224,8 @@ def kv_bytes_per_token(config: Any, bytes_per_number: int, tp_size: int = 1) -> 
 def choose_attention(source: PreTrainedModel) -> str:
     """Name of the attention for generation with a copy of `source`, given the one that it was loaded with."""
     chosen = attention_of(source)
+    if exact.is_on():
+        return chosen
     has_kernel = chosen == FLASH_ATTENTION or (chosen in KERNELS and distributed.has_gpu())
     if has_kernel and takes_own_kernels(type(source), source.config):
         return SLOT_ATTENTION

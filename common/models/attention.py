@@ -23,6 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_flash_attn_2_available
 
+from common.models import exact
 from common.models.transformers_internals import (
     TRANSFORMERS,
     attention_of,
@@ -115,6 +116,10 @@ def choose_attention(model_class: Any, config: Any, dtype: str) -> str | None:
     """
     install()
     takes_own = takes_own_kernels(model_class, config)
+    if exact.is_on():
+        if not takes_own:
+            raise ValueError(f"--exact: {config.model_type} has an attention of its own; leave the flag out")
+        return VARLEN_ATTENTION
     if not distributed.has_gpu():
         return VARLEN_ATTENTION if takes_own else None
     if dtype not in ("bf16", "fp16"):
@@ -205,6 +210,8 @@ def attend_packed(
     """Attention output (1, total, H, D) for query, key, value (1, H, total, D); without `packing` that of
     torch's sdpa.
     """
+    if exact.is_on():
+        return _attend_exactly(query, key, value, attention_mask, packing, scaling, sliding_window), None
     if packing is None:
         options = {"scaling": scaling, "dropout": dropout, **kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -236,6 +243,29 @@ def attend_packed(
     if used is not None:
         output = torch.zeros_like(query).index_copy(2, used, output)
     return output.to(dtype).transpose(1, 2).contiguous(), None
+
+
+def _attend_exactly(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    packing: Packing | None,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """As `attend_packed`, independent of the other rows."""
+    if packing is None:
+        seen = exact.seen_keys(mask, query.shape[2], key.shape[2], query.device, window)
+        return exact.attend(query, key, value, seen, scaling)
+    states = (packing.keys_of(x).split(packing.key_lengths, 2) for x in (key, value))
+    segments = zip(query.split(packing.lengths, 2), *states, strict=True)
+    outputs = [
+        exact.attend(q, k, v, exact.seen_keys(None, q.shape[2], k.shape[2], q.device, window), scaling)
+        for q, k, v in segments
+        if q.shape[2]
+    ]
+    return torch.cat(outputs, 1)
 
 
 def run_kernel(

@@ -207,6 +207,8 @@ MOVES_NO_NUMBER = {
     "no_share_prompts no_cuda_graphs unpin_actor_parameters release_inference_cache reward_processes "
     "reward_batch_size merge_adapters",
     "on a CPU, that is; test_on_a_pretended_gpu.py": "deterministic tf32",
+    "rounding alone; test_exact_runs.py": "exact",
+    "digests; test_replay.py": "digest_interval",
     "of hub names": "trust_remote_code unsupervised_dataset_config_name",
 }
 CASES = [
