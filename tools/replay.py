@@ -11,11 +11,11 @@ change how it computes, such as --zero_stage 2, numbers within BOUNDS. The exit 
 """
 
 import argparse
+import contextlib
 import json
 import math
+import operator
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import yaml
 
 from common.flags.streams import run_tool
@@ -96,29 +97,23 @@ def find_difference(before: list[Phases], now: list[Phases], bound: float | None
     for phase in dict.fromkeys(phase for ranks in (before, now) for rank in ranks for phase in rank):
         lines = []
         for rank, (one, other) in enumerate(zip(before, now, strict=True)):
-            where = f"rank {rank}, " if len(before) > 1 else ""
-            differing = _differing(one.get(phase), other.get(phase), bound)
+            differing = _differing(one.get(phase, {}), other.get(phase, {}), bound)
+            where = f"rank {rank}, " * (len(before) > 1)
             lines += [f"  {where}{text}" for text in differing]
+        if len(lines) > MAX_SHOWN:
+            lines[MAX_SHOWN:] = [f"  and {len(lines) - MAX_SHOWN} more"]
         if lines:
-            more = [f"  and {len(lines) - MAX_SHOWN} more"] if len(lines) > MAX_SHOWN else []
-            return [f"{phase} differs:", *lines[:MAX_SHOWN], *more]
+            return [f"{phase} differs:", *lines]
     return []
 
 
-def _differing(
-    one: dict[str, Value] | None, other: dict[str, Value] | None, bound: float | None
-) -> Iterator[str]:
+def _differing(one: dict[str, Value], other: dict[str, Value], bound: float | None) -> Iterator[str]:
     """Yield a text for each tensor of a phase that differs."""
-    if one is None or other is None:
-        if one is not other:
-            yield f"only the {'second' if one is None else 'first'} has it"
-        return
     for name in dict.fromkeys((*one, *other)):
-        a, b = one.get(name), other.get(name)
-        if a is None or b is None:
-            yield f"{name}: only the {'second' if a is None else 'first'} has it"
-        elif not _is_equal(a, b, bound):
-            yield f"{name}: {_describe(a, b)}"
+        if name not in one or name not in other:
+            yield f"{name}: only the {'first' if name in one else 'second'} has it"
+        elif not _is_equal(one[name], other[name], bound):
+            yield f"{name}: {_describe(one[name], other[name])}"
 
 
 def _is_equal(a: Value, b: Value, bound: float | None) -> bool:
@@ -130,8 +125,10 @@ def _is_equal(a: Value, b: Value, bound: float | None) -> bool:
 
 
 def _describe(a: Value, b: Value) -> str:
-    if a.total is None or b.total is None or a.total == b.total:
-        return "other bits, the same total" if a.total == b.total and a.total is not None else "other bits"
+    if a.total is None or b.total is None:
+        return "other bits"
+    if a.total == b.total:
+        return "other bits, the same total"
     share = abs(a.total - b.total) / max(abs(a.total), abs(b.total))
     return f"{a.total:.9g} against {b.total:.9g}, {share:.1e} of it"
 
@@ -148,8 +145,8 @@ def merge_ranks(ranks: list[Phases]) -> Phases:
                 name = name.partition("@")[0]  # of a slice
                 total = value.total
                 if name in of_phase and value.bits != NO_BITS:
-                    earlier = of_phase[name].total
-                    total = earlier + total if isinstance(total, int) else math.hypot(earlier, total)
+                    add = {int: operator.add}.get(type(total), math.hypot)
+                    total = add(of_phase[name].total, total)
                 of_phase[name] = Value(NO_BITS, total)
     return merged
 
@@ -163,7 +160,7 @@ def compare(
         if lines:
             print(f"step {step}: {lines[0]}", *lines[1:], sep="\n")
             return False
-    how = "bit for bit" if bound is None else f"within {bound:g}"
+    how = {None: "bit for bit"}.get(bound, f"within {bound}")
     num_phases = sum(len(rank) for step in steps for rank in before[step])
     print(f"equal {how}: steps {steps[0]} to {steps[-1]}, {num_phases} phases")
     return True
@@ -173,9 +170,12 @@ def compare(
 
 
 def start_of(folder: Path, step: int) -> dict[str, Any]:
-    """What run.json knows of the start that made a step; {} if it is missing."""
-    starts = read_if_whole(folder / RUN_FILE, starts=list).get("starts", [])
-    return ([start for start in starts if start.get("from_step", 0) < step] or [{}])[-1]
+    """What run.json has of the start that made a step. Raises ValueError if it is missing or torn."""
+    starts = read_object(folder / RUN_FILE, starts=list).get("starts", [])
+    earlier = [start for start in starts if start.get("from_step", 0) < step]
+    if not earlier:
+        raise ValueError(f"{folder / RUN_FILE} is missing, or has no start before step {step}")
+    return earlier[-1]
 
 
 def surroundings(first: Path, second: Path, step: int) -> list[str]:
@@ -217,18 +217,15 @@ def build_command(
     config = {name: value for name, value in config.items() if name not in SCRATCH_FLAGS}
     _keep_rows(config, run_flags, recorded_ranks, num_ranks)
     (scratch / CONFIG_FILE).write_text(yaml.safe_dump(config), encoding="utf-8")
-    program = [
-        str(ROOT / program_of(run_flags)),
-        "--config",
-        str(scratch / CONFIG_FILE),
-    ]
+    program = [str(ROOT / program_of(run_flags)), "--config", str(scratch / CONFIG_FILE)]
     program += ["--output_dir", str(scratch / "run"), "--save_interval", "0", "--digest_interval", "1"]
+    place = "the start"
     if earlier:
+        place = earlier[0].folder.name
         program += ["--resume", str(earlier[0].folder.resolve())]
-    place = earlier[0].folder.name if earlier else "the start"
     print(f"makes the steps from {place} on again; ranks: {num_ranks}; folder: {scratch}", flush=True)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
-    return [sys.executable, *(launcher if num_ranks > 1 else ()), *program, *flags]
+    return [sys.executable, *launcher * (num_ranks > 1), *program, *flags]
 
 
 def make_steps(command: list[str], scratch: Path, until: int, num_threads: int) -> dict[int, list[Phases]]:
@@ -236,15 +233,14 @@ def make_steps(command: list[str], scratch: Path, until: int, num_threads: int) 
 
     Raises ValueError with its last lines if it ends before.
     """
-    env = os.environ | {"OMP_NUM_THREADS": str(num_threads)} if num_threads else os.environ
+    env = os.environ | {"OMP_NUM_THREADS": str(num_threads)}
     log = scratch / "log"
     with open(log, "wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env=env, start_new_session=True)
+        process = psutil.Popen(command, stdout=file, stderr=file, env=env, start_new_session=True)
     try:
         while True:
             has_ended = process.poll() is not None
-            digests = read_digests(scratch / "run") if _has_line(scratch / "run" / DIGESTS) else {}
-            if until in digests:
+            if _has_line(scratch / "run" / DIGESTS) and until in (digests := read_digests(scratch / "run")):
                 return digests
             if has_ended:
                 text = log.read_text(errors="replace").strip()
@@ -252,7 +248,9 @@ def make_steps(command: list[str], scratch: Path, until: int, num_threads: int) 
             time.sleep(POLL_SECONDS)
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            for one in (*process.children(recursive=True), process):  # ranks have sessions of their own
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
             process.wait()
 
 
@@ -273,12 +271,13 @@ def replay(args: argparse.Namespace, flags: Sequence[str]) -> bool:
     start = start_of(folder, args.step)
     num_before = len(recorded[args.step])
     ranks = num_before, args.num_ranks or num_before
-    is_same = ranks[0] == ranks[1] and not flags
-    bound = None if is_same else BOUNDS[start.get("dtype", "fp32")]
+    bound = None
+    if ranks[0] != ranks[1] or flags:
+        bound = BOUNDS[start["dtype"]]
     with tempfile.TemporaryDirectory(prefix="replay-") as name:
         scratch = Path(name)
         command = build_command(folder, scratch, args.step, ranks, flags)
-        made = make_steps(command, scratch, last, start.get("threads", 0))
+        made = make_steps(command, scratch, last, start["threads"])
         steps = sorted(step for step in recorded.keys() & made.keys() if step <= last)
         is_equal = compare(recorded, made, steps, bound)
         lines = surroundings(folder, scratch / "run", args.step)
@@ -293,8 +292,9 @@ def compare_runs(first: Path, second: Path) -> bool:
     steps = sorted(before.keys() & now.keys())
     if not steps:
         raise ValueError(f"{first} and {second} have recorded no step in common")
-    has_same_ranks = len(before[steps[0]]) == len(now[steps[0]])
-    bound = None if has_same_ranks else BOUNDS[start_of(first, steps[0]).get("dtype", "fp32")]
+    bound = None
+    if len(before[steps[0]]) != len(now[steps[0]]):
+        bound = BOUNDS[start_of(first, steps[0])["dtype"]]
     is_equal = compare(before, now, steps, bound)
     lines = surroundings(first, second, steps[-1])
     if lines:
@@ -304,7 +304,7 @@ def compare_runs(first: Path, second: Path) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare as the arguments say; return the exit code."""
-    words = sys.argv[1:] if argv is None else list(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
     index = [*words, "--"].index("--")
     usage = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(
@@ -321,11 +321,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.until and args.until < args.step:
         parser.error(f"--until {args.until} is before --step {args.step}")
     try:
-        is_equal = compare_runs(args.run, args.other) if args.other else replay(args, words[index + 1 :])
+        if args.other:
+            return int(not compare_runs(args.run, args.other))
+        return int(not replay(args, words[index + 1 :]))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return int(not is_equal)
 
 
 if __name__ == "__main__":
