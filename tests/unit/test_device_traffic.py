@@ -56,8 +56,8 @@ def test_a_training_pass_of_no_family_waits(family):
     torch.manual_seed(0)
     config = tiny_config(family, 64)
     set_dropout(config, 0.0)
-    model = PolicyModel(AutoModelForCausalLM.from_config(config), num_valid_tokens=64)
-    with pretended_gpu() as gpu:
+    model = PolicyModel(AutoModelForCausalLM.from_config(config), num_valid_tokens=64).bfloat16()
+    with pretended_gpu((9, 0)) as gpu:  # below Hopper, and in fp32, a mixture's product by expert waits
         model.to("cuda")
         gpu.clear()
         compute_nll_sum(model, collate_sft(text_rows(0))).backward()
