@@ -10,7 +10,6 @@ change how it computes, such as --zero_stage 2, numbers within BOUNDS. The exit 
 1 if not, 2 if it cannot be found out.
 """
 
-import argparse
 import contextlib
 import json
 import math
@@ -20,13 +19,36 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from common.flags.args import Problems, begin_tool, flag, parse_args
+from common.flags.streams import run_tool
+
+
+@dataclass
+class ReplayArguments:
+    """Runs and steps; flags of the program may follow after --."""
+
+    run_dir: list[str] = flag([], "--output_dir of one or two runs; may be given first, without --run_dir")
+    step: int = flag(0, "step to make again, from 1", low=0)
+    until: int = flag(0, "last step to make again; 0: --step", low=0)
+    num_ranks: int = flag(0, "ranks to make the steps on; 0: as many as before", low=0)
+
+
+def parse(cls: type, argv: Sequence[str] | None = None, **options: Any) -> ReplayArguments:
+    """The arguments before --."""
+    words = [*(sys.argv[1:] if argv is None else argv), "--"]
+    return parse_args(cls, words[: words.index("--")], leading="run_dir", **options)
+
+
+if __name__ == "__main__":
+    begin_tool(ReplayArguments, __doc__, parse)
 
 import psutil
 import yaml
 
-from common.flags.streams import run_tool
 from common.runs.checkpoints import checkpoint_order, find_checkpoints
 from common.runs.digest_log import NO_BITS
 from common.runs.durable_files import read_if_whole, read_object
@@ -258,9 +280,8 @@ def _has_line(path: Path) -> bool:
     return path.is_file() and path.stat().st_size > 0 and b"\n" in path.read_bytes()
 
 
-def replay(args: argparse.Namespace, flags: Sequence[str]) -> bool:
+def replay(folder: Path, args: ReplayArguments, flags: Sequence[str]) -> bool:
     """Make the steps again and compare them; return whether they are equal."""
-    folder = args.run
     recorded = read_digests(folder)
     last = args.until or args.step
     for step in (args.step, last):
@@ -304,29 +325,21 @@ def compare_runs(first: Path, second: Path) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare as the arguments say; return the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    index = [*words, "--"].index("--")
-    usage = argparse.RawTextHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.replay", description=__doc__, formatter_class=usage
-    )
-    parser.add_argument("run", type=Path, help="output folder of a run")
-    parser.add_argument("other", type=Path, nargs="?", help="output folder of another run")
-    parser.add_argument("--step", type=int, default=0, help="step to make again, from 1")
-    parser.add_argument("--until", type=int, default=0, help="last step to make again; 0: --step")
-    parser.add_argument("--num_ranks", type=int, default=0, help="ranks to make it on; 0: as many as before")
-    args = parser.parse_args(words[:index])
-    if bool(args.other) == bool(args.step):
-        parser.error("give either another run, or --step of this one")
-    if args.until and args.until < args.step:
-        parser.error(f"--until {args.until} is before --step {args.step}")
+    problems = Problems()
+    words = [*(sys.argv[1:] if argv is None else argv), "--"]
+    args = parse(ReplayArguments, words, description=__doc__.splitlines()[0], problems=problems)
+    folders = [Path(name) for name in args.run_dir]
+    is_clear = (len(folders), args.step > 0) in ((1, True), (2, False))
+    problems.add_if(not is_clear, "give either two runs, or one and --step")
+    problems.add_if(0 < args.until < args.step, f"--until {args.until} is before --step {args.step}")
+    problems.exit_if_any()
     try:
-        if args.other:
-            return int(not compare_runs(args.run, args.other))
-        return int(not replay(args, words[index + 1 :]))
+        if not args.step:
+            return int(not compare_runs(*folders))
+        return int(not replay(*folders, args, words[words.index("--") + 1 : -1]))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        problems.add(str(error))
+        problems.exit_if_any()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ COMMANDS = {
     "chat": ("chat.py", "chat with a model in the terminal"),
     "arena": ("arena.py", "chat with models in the browser, or by OpenAI's protocol"),
     "report": ("tools/report/__main__.py", "charts and diagnostics of runs"),
+    "replay": ("tools/replay.py", "make steps of a run again and compare them"),
     "plan": ("tools/plan.py", "memory and time of a run before it starts"),
     "doctor": ("tools/doctor.py", "check the installation"),
     "check-data": ("tools/check_data.py", "show the rows of a data set as the steps read them"),

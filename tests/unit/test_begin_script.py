@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS = ("step1_sft/main.py", "step2_reward/main.py", "step3_ppo/main.py", "step2_reward/rw_eval.py")
 PROGRAMS = (*STEPS, "chat.py", "arena.py", "export.py")
 OTHERS = ("train.py", "serving/prompt_eval.py", "serving/reward_server.py")
-TOOLS = ("check_data", "check_model", "doctor", "plan", "report", "translate")
+TOOLS = ("check_data", "check_model", "doctor", "plan", "replay", "report", "translate")
 COMMANDS = [*((name,) for name in (*PROGRAMS, *OTHERS)), *(("-m", f"tools.{name}") for name in TOOLS)]
 WORDS = {
     "step3_ppo/main.py": ("--actor_model_name_or_path", "m"),
