@@ -2,6 +2,10 @@
 
 A line is ok, a note, or a problem with its cure; the exit code is 1 if there is a problem. It works without
 torch, transformers and deepspeed, and then says what to install.
+
+    python -m tools.doctor --learns --stage 3 FLAGS
+
+checks instead whether the run of that step with these flags can learn: see tools/learns.py.
 """
 
 import argparse
@@ -12,8 +16,9 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 from common.flags.streams import run_tool
 
@@ -22,6 +27,7 @@ IMPORTED = ("torch", "transformers", "deepspeed")  # we use their internals: ano
 OK = "ok"
 NOTE = "note"
 PROBLEM = "problem"
+LEARNS = "--learns"
 Line = tuple[str, str, str]  # state, subject, result and cure
 
 
@@ -86,14 +92,21 @@ def check_devices() -> Iterator[Line]:
         yield NOTE, "GPUs", "none: programs run on the CPU, in fp32 by default"
 
 
+def print_lines(lines: Iterable[Line], file: TextIO | None = None) -> int:
+    """Print each line as it comes; return the number of problems."""
+    num_problems = 0
+    for state, name, text in lines:
+        print(f"{state:<8} {name:<22} {text}", file=file, flush=True)
+        num_problems += state == PROBLEM
+    return num_problems
+
+
 def main() -> int:
     """Print all lines and a verdict; return the exit code."""
     num_problems = 0
     for check in (check_packages, check_devices):
         try:
-            for state, name, text in check():
-                print(f"{state:<8} {name:<22} {text}", flush=True)
-                num_problems += state == PROBLEM
+            num_problems += print_lines(check())
         except Exception as error:  # usually a missing package; the next check still runs
             print(f"{PROBLEM:<8} {check.__name__:<22} {type(error).__name__}: {error}", flush=True)
             num_problems += 1
@@ -101,7 +114,26 @@ def main() -> int:
     return int(num_problems > 0)
 
 
+def check_run() -> None:
+    """Check whether a run can learn; exits."""
+    from common.flags.args import begin_tool, say_loading
+    from tools.step_flags import StageArguments, parse_step_args
+
+    sys.argv.remove(LEARNS)
+    begin_tool(StageArguments, "Checks whether a run with these flags can learn.", parse_step_args)
+    say_loading()
+    from common.programs.running import run_program
+    from tools.learns import main as check_learning
+
+    run_program(check_learning, shows_progress=False)
+
+
 if __name__ == "__main__":
+    if LEARNS in sys.argv:
+        check_run()
+        sys.exit()
     # Not by our own parser, which needs a package.
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument(LEARNS, action="store_true", help="check a run; takes --stage and the step's flags")
+    parser.parse_args()
     run_tool(main)
