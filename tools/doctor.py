@@ -16,7 +16,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -92,29 +92,31 @@ def check_devices() -> Iterator[Line]:
         yield NOTE, "GPUs", "none: programs run on the CPU, in fp32 by default"
 
 
-def print_lines(lines: Iterable[Line], file: TextIO | None = None) -> int:
-    """Print each line as it comes; return the number of problems."""
-    num_problems = 0
-    for state, name, text in lines:
-        print(f"{state:<8} {name:<22} {text}", file=file, flush=True)
-        num_problems += state == PROBLEM
-    return num_problems
+def judged(name: str, text: str, cure: str, *, is_ok: bool, is_note: bool = False) -> Line:
+    """A line: ok, or a note or problem with its cure."""
+    return (OK, name, text) if is_ok else (NOTE if is_note else PROBLEM, name, f"{text}; {cure}")
 
 
-def main() -> int:
+def main(
+    checks: Iterable[Callable[[], Iterable[Line]]] = (check_packages, check_devices),
+    verdict: str = "this machine can run the programs",
+    file: TextIO | None = None,
+) -> int:
     """Print all lines and a verdict; return the exit code."""
     num_problems = 0
-    for check in (check_packages, check_devices):
+    for check in checks:
         try:
-            num_problems += print_lines(check())
+            for state, name, text in check():
+                print(f"{state:<8} {name:<22} {text}", file=file, flush=True)
+                num_problems += state == PROBLEM
         except Exception as error:  # usually a missing package; the next check still runs
-            print(f"{PROBLEM:<8} {check.__name__:<22} {type(error).__name__}: {error}", flush=True)
+            print(f"{PROBLEM:<8} {check.__name__:<22} {type(error).__name__}: {error}", file=file, flush=True)
             num_problems += 1
-    print(f"\n{num_problems} problems" if num_problems else "\nok: this machine can run the programs")
+    print(f"\n{num_problems} problems" if num_problems else f"\nok: {verdict}", file=file)
     return int(num_problems > 0)
 
 
-def check_run() -> None:
+def check_learning() -> None:
     """Check whether a run can learn; exits."""
     from common.flags.args import begin_tool, say_loading
     from tools.step_flags import StageArguments, parse_step_args
@@ -123,15 +125,15 @@ def check_run() -> None:
     begin_tool(StageArguments, "Checks whether a run with these flags can learn.", parse_step_args)
     say_loading()
     from common.programs.running import run_program
-    from tools.learns import main as check_learning
+    from tools.learns import check_run
 
-    run_program(check_learning, shows_progress=False)
+    run_program(check_run, shows_progress=False)
+    raise SystemExit(0)
 
 
 if __name__ == "__main__":
     if LEARNS in sys.argv:
-        check_run()
-        sys.exit()
+        check_learning()
     # Not by our own parser, which needs a package.
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(LEARNS, action="store_true", help="check a run; takes --stage and the step's flags")
