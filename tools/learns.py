@@ -31,8 +31,8 @@ from step2_reward.kto_trainer import KTOTrainer, MismatchedRows
 from step2_reward.pair_math import longer_share
 from step2_reward.pair_trainer import DPOTrainer, RewardTrainer
 from step2_reward.reference import ReferencePairs, compute_reference
-from tools import doctor
 from tools.doctor import Line, judged
+from tools.doctor import main as print_lines
 from tools.step_flags import StageArguments, parse_step_args
 
 NUM_READ = 200  # rows whose tokens are read: a share of them is known to 0.07
@@ -75,13 +75,8 @@ def check_run(argv: Sequence[str] | None = None) -> None:
         return check_ppo(args, words)
 
     screen = sys.stdout
-    messages = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(messages):
-            code = doctor.main([check_step], "this run can learn", screen)
-    except SystemExit:  # the step itself refuses the flags
-        print(messages.getvalue(), end="", file=sys.stderr)
-        raise
+    with contextlib.redirect_stdout(io.StringIO()):  # of the step's own lines
+        code = print_lines([check_step], "this run can learn", screen)
     if code:
         raise SystemExit(code)
 
@@ -149,11 +144,12 @@ def check_template(template: Template, data: StageData) -> Line:
     shown = template.encode(template.segments([prompt], None), 10**6).input_ids
     row = template.encode(template.segments([prompt], reply.content), 10**6)
     response = [t for t, m in zip(row.input_ids, row.response_mask, strict=True) if m]
-    decoded = template.tokenizer.decode(response).strip()
-    expected = reply.content + template.eot_token
-    is_same = row.input_ids == shown + response and decoded == expected
-    text = f"the prompt of generation and {decoded!r} (should be {expected!r}) make the trained text; "
-    text += f"{data.report.num_straddling} rows have a token across their border (should be 0)"
+    texts = [reply.content + template.eot_token, template.tokenizer.decode(response).strip()]
+    text = (
+        f"the prompt of generation and {texts[1]!r} (should be {texts[0]!r}) make the trained text; "
+        f"{data.report.num_straddling} rows have a token across their border (should be 0)"
+    )
+    is_same = row.input_ids == shown + response and texts[0] == texts[1]
     is_ok = is_same and not data.report.num_straddling
     return judged("template", text, "--template, --eot_token; docs/data.md", is_ok=is_ok, is_note=is_same)
 
@@ -171,13 +167,13 @@ def check_ends(learned: Sequence[Sequence[int]], template: Template, data: Stage
 def check_lengths(rows: Sequence[dict[str, Any]]) -> Line:
     """Accuracy of "the longer response is chosen", which a reward model must exceed."""
     ends = [
-        [len(row[f"{s}_ids"]) - row[f"{s}_response_start"] for row in rows] for s in ("chosen", "rejected")
+        [len(row[f"{side}_ids"]) - row[f"{side}_response_start"] for row in rows]
+        for side in ("chosen", "rejected")
     ]
-    longer = torch.tensor(ends[0]) - torch.tensor(ends[1])
-    share = float(longer_share(torch.ones(len(rows)), longer))
+    share = float(longer_share(torch.ones(len(rows)), torch.tensor(ends[0]) - torch.tensor(ends[1])))
     text = f"in {share:.2f} of {len(rows)} pairs (should be near 0.5; reward/eval_accuracy must exceed it)"
-    is_ok = max(share, 1 - share) <= MAX_LONGER
     cure = "the run can learn length alone; docs/rewards.md"
+    is_ok = max(share, 1 - share) <= MAX_LONGER
     return judged("longer is chosen", text, cure, is_ok=is_ok, is_note=True)
 
 
@@ -214,24 +210,25 @@ def fit_rows(trainer: Any, batch: PackedBatch, limit: float) -> Line:
         return trainer.logger.last[f"{trainer.kind}/loss"]
 
     losses, factor = fit([trainer.engine], take_step, lambda loss: loss < limit)
-    text = f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps (should be below {limit:g})"
-    text += f", at up to {factor} times the learning rates" * (factor > 1)
+    text = (
+        f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps (should be below {limit:g}), "
+        f"at up to {factor} times the learning rates"
+    )
     cure = "raise --learning_rate, or look at the learned tokens with tools.check_data"
     if len(set(losses)) == 1:
         cure = "no weight moves: --learning_rate, --lora_learning_rate, frozen weights"
-    is_ok = losses[-1] < limit
-    return judged("overfits one batch", text, cure, is_ok=is_ok, is_note=losses[-1] < losses[0] / 2)
+    is_note = losses[-1] < losses[0] / 2
+    return judged("overfits one batch", text, cure, is_ok=losses[-1] < limit, is_note=is_note)
 
 
 def check_fitted_ends(model: Any, rows: Sequence[dict[str, Any]], template: Template) -> Line:
     """Whether greedy responses to the prompts of the fitted rows end, within twice their lengths."""
-    tokenizer = template.tokenizer
+    pad_id = template.tokenizer.pad_token_id
     starts = [response_start(row["loss_mask"]) for row in rows]
     contexts = [row["input_ids"][:n] for row, n in zip(rows, starts, strict=True)]
-    ids, mask = (x.to(distributed.device()) for x in pad_rows(contexts, tokenizer.pad_token_id, on_left=True))
-    longest = max(len(row["input_ids"]) - n for row, n in zip(rows, starts, strict=True))
-    options = SamplingOptions(2 * longest, template.eot_id, tokenizer.pad_token_id, do_sample=False)
-    model.eval()
+    ids, mask = (x.to(distributed.device()) for x in pad_rows(contexts, pad_id, on_left=True))
+    most = 2 * max(len(row["input_ids"]) - n for row, n in zip(rows, starts, strict=True))
+    options = SamplingOptions(most, template.eot_id, pad_id, do_sample=False)
     generator = Generator(share_weights(model), use_cuda_graphs=False)
     generation = generator.generate(PromptBatch(ids, mask, torch.arange(len(rows))), options)
     count = int(generation.is_finished.sum())

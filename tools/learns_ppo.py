@@ -14,7 +14,6 @@ from common.data.stage_datasets import StageData, build_data
 from common.engine.engine_step import take_steps
 from common.models.tensor_ops import wilson_interval
 from common.programs import startup
-from common.runs.run import Run
 from step2_reward.answer_scores import compute_pair_scores
 from step2_reward.pair_trainer import evaluate_pairs
 from step3_ppo.build_trainer import build_run, build_trainer
@@ -60,7 +59,6 @@ def check_ppo(args: Any, words: list[str]) -> Iterator[Line]:
     }
     start = check_start_up("", [*words, *CHANGED_PPO, *(f"--{name}={size}" for name, size in sizes.items())])
     data = startup.enter(start)
-    assert data  # neither a dry run nor a finished one
     yield check_template(start.template, data)
     yield check_prompts(data, start.args.max_prompt_seq_len)
     trainer, run = build(start, data, samples // group)
@@ -82,12 +80,11 @@ def check_ppo(args: Any, words: list[str]) -> Iterator[Line]:
         yield check_critic(trainer, batches[0])
 
 
-def build(start: PPOStart, data: StageData, num_prompts: int) -> tuple[PPOTrainer, Run]:
+def build(start: PPOStart, data: StageData, num_prompts: int) -> tuple[PPOTrainer, Any]:
     """The trainer of a run, and the run, whose frozen models are not read for a fingerprint."""
-    with startup.as_problem(start.problems):
-        plan = RowPlan(num_prompts, 1, rows_flag="prompts of a checked step", data_name="prompt data")
-        prompts = GlobalBatches.by_rows(data.train, collate_prompts, plan, start.args.seed, data.sources)
-        trainer = build_trainer(start, 1, prompts)
+    plan = RowPlan(num_prompts, 1, rows_flag="prompts of a checked step", data_name="prompt data")
+    prompts = GlobalBatches.by_rows(data.train, collate_prompts, plan, start.args.seed, data.sources)
+    trainer = build_trainer(start, 1, prompts)
     start.frozen = {}
     run = build_run(start, trainer, prompts, data)
     run.begin()
@@ -123,12 +120,17 @@ def check_groups(batch: PackedBatch, scores: Scorer) -> Line:
     is_constant = constant_groups(batch.numbers("scores"), groups, has_score)
     num_groups = len(groups.unique())
     count = len(groups[~is_constant].unique())
-    pairs = zip(groups.tolist(), batch.sequences("response_ids"), strict=True)
-    responses = {(group, *ids.tolist()) for group, ids in pairs}
+    texts = set(
+        zip(
+            groups.tolist(),
+            map(lambda ids: tuple(ids.tolist()), batch.sequences("response_ids")),
+            strict=True,
+        )
+    )
     cure = f"different responses have the same score, {float(batch.numbers('scores')[0]):g}: --reward"
     if not has_score.all():
         cure = f"--reward fails for {int((~has_score).sum())} responses: {scores.first_failure}"
-    elif len(responses) == num_groups:
+    elif len(texts) == num_groups:
         cure = "the responses to a prompt are the same: --temperature, --top_k, --top_p"
     text = f"{count} of {num_groups} groups have different scores (should be most)"
     return judged("rewards in a group", text, cure, is_ok=2 * count > num_groups, is_note=count > 0)
@@ -159,8 +161,10 @@ def check_reward_models(start: PPOStart, trainer: PPOTrainer) -> Iterator[Line]:
         accuracy = figures["accuracy"]
         longer = max(figures["longer_is_chosen"], 1 - figures["longer_is_chosen"])
         low = wilson_interval(accuracy * len(rows), len(rows)).low
-        text = f"{name} is right in {accuracy:.2f} of {len(rows)} pairs, at least {low:.2f} with 95 % "
-        text += f"confidence (should exceed 0.50), length alone in {longer:.2f} (should be less)"
+        text = (
+            f"{name} is right in {accuracy:.2f} of {len(rows)} pairs, at least {low:.2f} with 95 % "
+            f"confidence (should exceed 0.50), length alone in {longer:.2f} (should be less)"
+        )
         is_ok = low > 0.5 and accuracy > longer
         yield judged("reward model", text, "train it longer or on other pairs; docs/rewards.md", is_ok=is_ok)
 
@@ -180,19 +184,17 @@ class LengthReward(TextReward):
         return ((lengths - self.first.mean()) / (float(self.first.std(correction=0)) or 1.0)).tolist()
 
 
-def check_length_reward(start: PPOStart, trainer: PPOTrainer, run: Run, batch: PackedBatch) -> Line:
+def check_length_reward(start: PPOStart, trainer: PPOTrainer, run: Any, batch: PackedBatch) -> Line:
     """Whether the actor moves, and gives longer responses if their length is the only reward."""
-    name = "learns a length"
-    args = start.args
     roles = trainer.roles
-    reward = LengthReward("length", args)
-    specs = [RewardSpec("function", "", 1.0, "length")]
+    reward = LengthReward("length", start.args)
     trainer.rollout.scores.close()
+    specs = [RewardSpec("function", "", 1.0, "length")]
     trainer.rollout.scores = Scorer(specs, {"length": reward}, start.decode)
-    vars(args).update(truncated="score", truncated_score=None)
-    vars(args).update(length_reward_tokens=0, overlong_buffer_tokens=0)
+    shaping = {"truncated": "score", "truncated_score": None}
+    vars(start.args).update(shaping, length_reward_tokens=0, overlong_buffer_tokens=0)
     roles.rewards = {}
-    most = min(args.max_answer_seq_len, MAX_NEW_TOKENS)
+    most = min(start.args.max_answer_seq_len, MAX_NEW_TOKENS)
     roles.actor.sampling = replace(roles.actor.sampling, max_new_tokens=most)
     parts = trainer.rollout.score_cap.cut(batch)
     logprobs = [torch.cat(roles.actor.score(parts))]  # before, and after each step
@@ -207,14 +209,14 @@ def check_length_reward(start: PPOStart, trainer: PPOTrainer, run: Run, batch: P
     rises, factor = fit(engines, take_step, lambda rise: rise >= MIN_RISE, STEPS_PER_FACTOR)
     text = (
         f"score {rises[-1]:+.2f} standard deviations after {len(rises)} updates (should reach +{MIN_RISE}), "
+        f"at up to {factor} times the learning rates"
     )
-    text += f"at up to {factor} times the learning rates"
     cure = "look at --kl_coef, --algorithm, --policy_loss, --adv_norm, --actor_learning_rate"
     if torch.equal(*logprobs):
         cure = "no weight moves: --actor_learning_rate, --actor_lora_learning_rate, frozen weights"
-    elif float(reward.first.std()) == 0:
-        return NOTE, name, f"not checked: all responses have {reward.first[0]:g} characters"
-    return judged(name, text, cure, is_ok=rises[-1] >= MIN_RISE)
+    elif not reward.first.std():
+        return NOTE, "learns a length", f"not checked: all responses have {reward.first[0]:g} characters"
+    return judged("learns a length", text, cure, is_ok=rises[-1] >= MIN_RISE)
 
 
 def check_critic(trainer: PPOTrainer, batch: PackedBatch) -> Line:
@@ -236,13 +238,13 @@ def check_critic(trainer: PPOTrainer, batch: PackedBatch) -> Line:
 
     first = compute_share()
     shares, factor = fit([critic.model], take_step, lambda share: share > MIN_EXPLAINED, STEPS_PER_FACTOR)
-    best = max(shares)
-    text = f"{first:.2f} -> {best:.2f} of the variance of one batch's returns after {len(shares)} updates "
-    text += f"(should exceed {MIN_EXPLAINED}), at up to {factor} times the learning rates"
-    is_moved = not torch.equal(values[0], values[-1])
-    cure = "raise --critic_learning_rate, or scale returns by --value_norm"
-    if not is_moved:
+    text = (
+        f"{first:.2f} -> {shares[-1]:.2f} of the variance of one batch's returns after {len(shares)} updates "
+        f"(should exceed {MIN_EXPLAINED}), at up to {factor} times the learning rates"
+    )
+    if torch.equal(values[0], values[-1]):
         cure = "no value moves: --critic_learning_rate, --critic_lora_learning_rate, frozen weights"
-    is_ok = is_moved and best > MIN_EXPLAINED
-    is_note = is_moved and best > max(first, 0.0)
-    return judged("critic explains", text, cure, is_ok=is_ok, is_note=is_note)
+        return judged("critic explains", text, cure, is_ok=False)
+    cure = "raise --critic_learning_rate, or scale returns by --value_norm"
+    is_note = max(shares) > max(first, 0.0)
+    return judged("critic explains", text, cure, is_ok=shares[-1] > MIN_EXPLAINED, is_note=is_note)
