@@ -86,6 +86,13 @@ def spread(count: int, most: int = NUM_READ) -> list[int]:
     return [i * count // min(count, most) for i in range(min(count, most))]
 
 
+def context_of(row: dict[str, Any]) -> list[int]:
+    """Token ids of an SFT row before its last response; the template may close that with unlearned tokens."""
+    mask = row["loss_mask"]
+    end = len(mask) - mask[::-1].index(True)
+    return row["input_ids"][: response_start(mask[:end])]
+
+
 # ---- the steps ------------------------------------------------------------------------------------------
 
 
@@ -98,7 +105,7 @@ def check_sft(words: list[str]) -> Iterator[Line]:
     learned = [[t for t, m in zip(row["input_ids"], row["loss_mask"], strict=True) if m] for row in rows]
     yield check_ends(learned, start.template, data, args)
     rows = sorted((row for row in rows if any(row["loss_mask"])), key=lambda row: -len(row["input_ids"]))
-    by_context = {tuple(row["input_ids"][: response_start(row["loss_mask"])]): row for row in rows}
+    by_context = {tuple(context_of(row)): row for row in rows}
     rows = list(by_context.values())[
         -NUM_FITTED:
     ]  # short ones of different prompts: their loss can fall to 0
@@ -222,12 +229,11 @@ def fit_rows(trainer: Any, batch: PackedBatch, limit: float) -> Line:
 
 
 def check_fitted_ends(model: Any, rows: Sequence[dict[str, Any]], template: Template) -> Line:
-    """Whether greedy responses to the prompts of the fitted rows end, within twice their lengths."""
+    """Whether greedy responses to the prompts of the fitted rows end, within twice the longest row."""
     pad_id = template.tokenizer.pad_token_id
-    starts = [response_start(row["loss_mask"]) for row in rows]
-    contexts = [row["input_ids"][:n] for row, n in zip(rows, starts, strict=True)]
+    contexts = [context_of(row) for row in rows]
     ids, mask = (x.to(distributed.device()) for x in pad_rows(contexts, pad_id, on_left=True))
-    most = 2 * max(len(row["input_ids"]) - n for row, n in zip(rows, starts, strict=True))
+    most = 2 * max(len(row["input_ids"]) for row in rows)
     options = SamplingOptions(most, template.eot_id, pad_id, do_sample=False)
     generator = Generator(share_weights(model), use_cuda_graphs=False)
     generation = generator.generate(PromptBatch(ids, mask, torch.arange(len(rows))), options)

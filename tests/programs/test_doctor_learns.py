@@ -238,15 +238,25 @@ def test_an_actor_that_never_ends_is_named(doctor, tmp_path, tiny):
     )
 
 
-def test_a_template_without_an_end_is_named(doctor, tmp_path, tiny):
+@pytest.mark.parametrize(
+    ("end", "problems", "text"),
+    [
+        ("{{ eos_token }}\n", set(), "'probe reply<|endoftext|>' (should"),
+        ("\n", {"template"}, "reply\\n<|endof"),
+    ],
+)
+def test_a_template_without_an_end_is_named(end, problems, text, doctor, tmp_path, tiny):
     model = AutoModelForCausalLM.from_pretrained(tiny.base)
     tokenizer = AutoTokenizer.from_pretrained(tiny.base)
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }}" + end + "{% endfor %}"
+        "{% if add_generation_prompt %}<assistant> {% endif %}"
+    )
     model.save_pretrained(tmp_path / "chatty")
     tokenizer.save_pretrained(tmp_path / "chatty")
     code, lines, done = doctor(1, model_name_or_path=tmp_path / "chatty", learning_rate=1e-2)
-    assert code == 1 and problems_of(lines).keys() == {"template"}, done.text()
-    assert "'assistant: probe reply\\n<|endoftext|>' (should be" in lines["template"][1]
+    assert code == len(problems) and problems_of(lines).keys() == problems, done.text()
+    assert text in lines["template"][1] and lines["end is sampled"][1].startswith("4 of 4 responses")
 
 
 def test_pairs_that_length_alone_ranks_are_noted(doctor, tmp_path):
