@@ -75,15 +75,20 @@ def check_run(argv: Sequence[str] | None = None) -> None:
         return check_ppo(args, words)
 
     screen = sys.stdout
-    with contextlib.redirect_stdout(io.StringIO()):  # of the step's own lines
-        code = print_lines([check_step], "this run can learn", screen)
+    messages = io.StringIO()  # of the step, which does not know that it is checked
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(messages):
+            code = print_lines([check_step], "this run can learn", screen)
+    except SystemExit:  # the step refuses the flags
+        print(messages.getvalue(), end="", file=sys.stderr)
+        raise
     if code:
         raise SystemExit(code)
 
 
-def spread(count: int, most: int = NUM_READ) -> list[int]:
-    """At most `most` indexes of `count`, evenly spaced."""
-    return [i * count // min(count, most) for i in range(min(count, most))]
+def spread(count: int) -> list[int]:
+    """At most NUM_READ indexes of `count`, evenly spaced."""
+    return [i * count // min(count, NUM_READ) for i in range(min(count, NUM_READ))]
 
 
 def context_of(row: dict[str, Any]) -> list[int]:
@@ -132,7 +137,8 @@ def check_preferences(words: list[str]) -> Iterator[Line]:
     load = training_loop.load_ranker if args.is_scored else training_loop.load_policy
     model = load(args, start.ds_config, num_token_ids(start.tokenizer), dropout=0.0)
     trainer = single_model.build_trainer(kind, start, model, 1)
-    indexes = spread(len(rows), NUM_FITTED)
+    lengths = rows.lengths(f"{side}_ids")
+    indexes = sorted(spread(len(rows)), key=lambda index: lengths[index])[:NUM_FITTED]  # short ones are fast
     if not args.is_scored:
         rows = ReferencePairs(rows)
         compute_reference(trainer, rows, indexes)

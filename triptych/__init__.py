@@ -23,7 +23,7 @@ COMMANDS = {
     "report": ("tools/report/__main__.py", "charts and diagnostics of runs"),
     "replay": ("tools/replay.py", "make steps of a run again and compare them"),
     "plan": ("tools/plan.py", "memory and time of a run before it starts"),
-    "doctor": ("tools/doctor.py", "check the installation"),
+    "doctor": ("tools/doctor.py", "check the installation, or whether a run can learn"),
     "check-data": ("tools/check_data.py", "show the rows of a data set as the steps read them"),
     "check-model": ("tools/check_model.py", "check whether a model is supported"),
     "translate": ("tools/translate.py", "commands of TRL, OpenRLHF and LLaMA-Factory as ours"),
