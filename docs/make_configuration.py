@@ -41,6 +41,7 @@ PROGRAMS = {
     "train.py": "train.TrainArguments",
     "python -m tools.check_data": "tools.check_data.CheckDataArguments",
     "python -m tools.check_model": "tools.check_model.CheckModelArguments",
+    "python -m tools.doctor --learns": "tools.learns.StageArguments",
     "python -m tools.plan": "tools.plan.PlanArguments",
     "python -m tools.report": "tools.report.__main__.ReportArguments",
 }
