@@ -53,7 +53,9 @@ from step3_ppo.hooks import register_hook
 
 @register_hook("after_rollout")
 def raise_logprobs(trainer, batch):
-    return batch.with_key("old_logprobs", batch.data["old_logprobs"] + 0.01, like="response_ids")
+    for name in ("rollout_logprobs", "old_logprobs"):
+        batch = batch.with_key(name, batch.data[name] + 0.01, like="response_ids")
+    return batch
 """
 FROZEN_ACTOR = """
 from step3_ppo.hooks import register_hook
