@@ -71,7 +71,7 @@ def check_ppo(args: Any, words: list[str]) -> Iterator[Line]:
     cure = "raise it, or train the actor to end: --learns --stage 1"
     yield judged("responses end", text, cure, is_ok=share >= MIN_FINISHED, is_note=share > 0)
     if "scores" not in batches[0].data:
-        yield NOTE, "rewards in a group", "there are no rewards: the run learns from its teacher"
+        yield NOTE, "rewards in a group", "not checked, nor are the updates: a teacher replaces the rewards"
         return
     yield check_groups(batches[0], trainer.rollout.scores)
     yield from check_reward_models(start, trainer)
