@@ -15,32 +15,20 @@ below 2 % are left out: norms and biases that ZeRO 3 keeps whole, padding of the
 batch, and under LoRA copies of the other weights that --only_optimize_lora false trains.
 """
 
-import copy
-import weakref
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, NamedTuple
-from unittest import mock
-
-import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_
-from transformers import PreTrainedModel
 
 from common.generation.generate import PREFILL_TOKENS
 from common.generation.kv_cache import kv_bytes_per_token
-from common.models.attention import backbone_of
 from common.models.four_bit import BYTES_PER_WEIGHT
-from common.models.loading import DTYPES, set_dropout
+from common.models.loading import DTYPES
 from common.models.output_head import (
     CPU_KEPT_ELEMENTS,
     GPU_KEPT_ELEMENTS,
     chunk_elements,
 )
 from common.models.saved_adapters import is_adapter
-from tools.planned_run import PlannedModel, Role, Run
+from tools.planned_run import Role, Run
+from tools.traced_layers import trace_activations
 
 TEACHER = "--teacher_model_name_or_path"  # it scores each micro-batch when the actor is trained on it
 TRAINING = ("backward", "reduce", "step")  # peaks of activations, gradients, optimizer buffers
@@ -143,18 +131,34 @@ def reserved_gib(run: Run) -> float:
     return 0.7 if run.is_cpu else 2.0 + (run.num_ranks >= 8)
 
 
+def has_master_copy(run: Run, role: Role) -> bool:
+    """Whether the optimizer keeps a copy of the weights in the states' dtype."""
+    return run.args.dtype != "fp32" or role.zero.stage > 0
+
+
+def share_of_muon(run: Run, role: Role) -> float:
+    """Share of the trained weights that Muon steps."""
+    return role.model.num_in_matrices / role.model.num_trained if run.args.optimizer == "muon" else 0.0
+
+
+def held_in_states(run: Run, role: Role) -> float:
+    """Bytes of a rank's optimizer states: two moments per weight, one for Muon, and the copy."""
+    num_stepped = role.model.num_trained / (run.num_ranks if role.zero.stage else 1)
+    num_states = 2 + has_master_copy(run, role) - share_of_muon(run, role)
+    return DTYPES[run.args.optimizer_dtype].itemsize * num_states * num_stepped
+
+
 def _hold_training_state(run: Run, role: Role, verb: str, moment: Moment) -> None:
     """Hold optimizer states, averages, gradients and buffers: see the table above."""
     stage = role.zero.stage
     num_trained = role.model.num_trained
     num_stepped = num_trained / run.num_ranks if stage else num_trained  # weights stepped by this rank
     state_bytes = DTYPES[run.args.optimizer_dtype].itemsize
-    has_copy = run.args.dtype != "fp32" or stage > 0  # copy of the weights in the states' dtype
-    muon_share = role.model.num_in_matrices / num_trained if run.args.optimizer == "muon" else 0.0
-    num_states = (3 if has_copy else 2) - muon_share  # two moments per weight, one for Muon
+    has_copy = has_master_copy(run, role)
+    muon_share = share_of_muon(run, role)
     is_lent = moment.verb == "generate" and run.args.offload_states_for_generation and role.states_can_move
     is_away = role.steps_on_cpu or is_lent
-    moment.hold(role.name, "optimizer", state_bytes * num_states * num_stepped, on_cpu=is_away)
+    moment.hold(role.name, "optimizer", held_in_states(run, role), on_cpu=is_away)
     if role is run.actor:
         num_averages = bool(run.args.ema_decay) + bool(run.args.ref_ema_decay)
         average_bytes = 4.0 * num_trained / run.num_ranks
@@ -229,92 +233,6 @@ def _gathered(run: Run, role: Role, verb: str) -> float:
 
 
 # ---- activations ----------------------------------------------------------------------------------------
-
-
-class Activations(NamedTuple):
-    """Bytes of one sequence of the traced length."""
-
-    saved_by_layer: int  # for the backward pass, without checkpointing
-    saved_outside: int  # embeddings, the last norm
-    backward_work: int  # peak of a layer's backward pass, without saved tensors
-    forward_peak: int  # peak of a pass without gradients
-
-
-@cache
-def trace_activations(model: PlannedModel, dtype: str, length: int) -> Activations:
-    """Activations that a pass over one sequence of `length` tokens saves and holds, traced on fake tensors.
-
-    The attention is the family's own under torch, without a mask, as `build_model_inputs` makes none.
-    """
-    # transformers would build a mask: fake positions do not show that nothing is packed.
-    whole = mock.patch("transformers.masking_utils.find_packed_sequence_indices", lambda positions: None)
-    # Fake tensors do not support grouped matrix products in fp32.
-    grouped = mock.patch("transformers.integrations.moe._can_use_grouped_mm", lambda *_: dtype != "fp32")
-    with FakeTensorMode(), whole, grouped:
-        one, two = (_trace(model.plain, dtype, length, num_layers) for num_layers in (1, 2))
-    by_layer = two.saved_by_layer - one.saved_by_layer
-    return two._replace(saved_by_layer=by_layer, saved_outside=one.saved_by_layer - by_layer)
-
-
-def _trace(plain: PreTrainedModel, dtype_name: str, length: int, num_layers: int) -> Activations:
-    """Activations of a model of a few layers; everything that it saves counts as `saved_by_layer`."""
-    config = copy.deepcopy(plain.config)
-    dtype = DTYPES["bf16" if dtype_name == "fp16" else dtype_name]  # fp16 is as large as bf16
-    config.num_hidden_layers = num_layers
-    config.use_cache = False
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:num_layers]
-    set_dropout(config, 0.0)
-    backbone = backbone_of(type(plain)._from_config(config, dtype=dtype).train())
-    ids = torch.zeros(1, length, dtype=torch.int64)
-    with LiveBytes(backbone) as live:
-        with torch.no_grad():
-            backbone(input_ids=ids)
-        forward_peak = live.peak
-        hidden = backbone(input_ids=ids)[0]
-        saved = live.now
-    del hidden
-    backbone.requires_grad_(False)  # gradients of weights are counted by `_hold_gradients`
-    width = backbone.get_input_embeddings().weight.shape[1]
-    embedded = torch.zeros(1, length, width, dtype=dtype, requires_grad=True)
-    with LiveBytes(backbone) as live:
-        hidden = backbone(inputs_embeds=embedded)[0]
-        before = live.peak = live.now
-        hidden.backward(hidden.detach())
-        return Activations(saved, 0, live.peak - before, forward_peak)
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages created by operations and still alive, without weights."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        weights = [*module.parameters(), *module.buffers()]
-        self._known: dict[int, Any] = {weight.untyped_storage()._cdata: weight for weight in weights}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and count new storages."""
-        result = function(*args, **(kwargs or {}))
-        tree_map_(self._note, result)
-        return result
-
-    def _note(self, value: Any) -> None:
-        if not isinstance(value, torch.Tensor) or value.device.type == "meta":
-            return
-        storage = value.untyped_storage()
-        key = storage._cdata
-        num_bytes = storage.nbytes()
-        if key in self._known:
-            return
-
-        def forget(_: Any) -> None:
-            self.now -= num_bytes
-            self._known.pop(key, None)
-
-        self._known[key] = weakref.ref(storage, forget)
-        self.now += num_bytes
-        self.peak = max(self.peak, self.now)
 
 
 def _hold_activations(run: Run, role: Role, verb: str, moment: Moment) -> None:

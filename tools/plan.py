@@ -10,6 +10,7 @@ exit code is 2 if the run does not fit, and 0 after a one-line note if it cannot
 """
 
 import contextlib
+import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -30,9 +31,13 @@ from common.flags.streams import run_tool
 from common.generation.tp_plans import working_tp_sizes
 from common.programs import startup
 from common.ranks import distributed
+from common.ranks.devices import kind_of
 from common.ranks.failures import first_line
+from tools.machines import CARDS, Machines, machines_of_kind
+from tools.measured_machine import file_of_measures, machines_here, measure_machine, read_measures
 from tools.memory_plan import TRAINING, Holdings, MemoryPlan
 from tools.planned_run import Run, build_run, read_models, read_run
+from tools.time_plan import ACCURACY, hours_of_run, plan_times, step_seconds
 from tools.traffic_plan import is_recomputed, plan_traffic
 
 CGROUP = Path("/sys/fs/cgroup")  # a container's limits, and what it uses
@@ -43,11 +48,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     startup.quiet_libraries()
     problems = Problems()
     args = parse_step_args(PlanArguments, argv, description=__doc__.splitlines()[0], problems=problems)
+    if args.measure:
+        measure()
+    if not args.stage:
+        return None
     if args.gpu == THIS_MACHINE:
         return plan_start(args, problems)
     run = read_run(args, problems)
     memory = MemoryPlan(run)
-    sections = [head_lines(run), memory_lines(run, memory), verdict_lines(run, memory)]
+    sections = [head_lines(run), memory_lines(run, memory), verdict_lines(run, memory), time_lines(run)]
     sections += [traffic_lines(run), assumption_lines(run)]
     print("\n\n".join("\n".join(lines) for lines in sections))
     sys.stdout.flush()
@@ -68,6 +77,7 @@ def plan_start(args: Any, problems: Problems) -> None:
             raise ValueError(problems.messages[0])
         memory = MemoryPlan(run)
         lines = [*head_lines(run)[:1], *memory_lines(run, memory), "", *verdict_lines(run, memory)]
+        lines += ["", *time_lines(run)]
     except Exception as error:  # any error of a model's code or a driver; a step can start without a plan
         print(f"no memory plan: {first_line(error)}", flush=True)
         return
@@ -196,6 +206,59 @@ def verdict_lines(run: Run, memory: MemoryPlan) -> list[str]:
     argv = [f"--{name}" if value is True else f"--{name} {value}" for name, value in flags.items()]
     costs = "; ".join(dict.fromkeys(change.cost for change in changes))
     return [verdict, f"change: {' '.join(argv)}", f"        leaves {gib(left)} GiB; {costs}"]
+
+
+def find_machines(run: Run) -> tuple[Machines | None, str]:
+    """The machines of a run and where their rates come from; None with the reason if they are not known.
+
+    A GPU without a measurement has those of its kind.
+    """
+    args = run.args
+    measured, reason = {}, ""
+    if args.gpu not in CARDS:
+        measured, reason = read_measures(args.num_gpus)
+    if measured:
+        threads = f", with {measured['threads']} threads a rank" if run.is_cpu else ""
+        return machines_here(measured, args.dtype), f"this machine as measured on {measured['date']}{threads}"
+    kind = kind_of(args.gpu)
+    machines = machines_of_kind(kind, args.dtype) if kind else None
+    return machines, reason or "data sheets, and the shares of them that others reach (tools/machines.py)"
+
+
+def time_lines(run: Run) -> list[str]:
+    """Estimated seconds of each phase and of a step, and the hours of a run whose rows are known."""
+    machines, source = find_machines(run)
+    if machines is None:
+        return [f"no seconds: {source}"]
+    times = plan_times(run, machines)
+    step = step_seconds(times.values())
+    rows = [["estimated seconds of a step", "", "mostly"]]
+    rows += [[name, f"{time.seconds:.3g}", time.bound] for name, time in times.items() if time.seconds]
+    lines = grid([*rows, ["step", f"{step:.3g}", ""]])
+    hours = hours_of_run(run, step)
+    if hours:
+        lines.append(f"the run takes {hours:.3g} hours, without evaluation and saving")
+    if any(role.steps_on_cpu for role in run.roles) and not run.is_cpu:
+        lines.append("Adam's step on the CPU is left out")
+    return [*lines, f"rates: {source}", f"an estimate: {ACCURACY}"]
+
+
+def measure() -> None:
+    """Measure this machine for later plans, and print its rates. Exits with 1 if they cannot be written."""
+    distributed.start()
+    is_main = distributed.is_main()
+    try:
+        if is_main:
+            print("measuring this machine: at most a minute", flush=True)
+        measured = measure_machine()
+    except OSError as error:
+        print(f"error: the rates were not written: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+    finally:
+        distributed.stop()
+    if is_main:
+        print(json.dumps(measured, indent=1))
+        print(f"written to {file_of_measures()}: plans with --gpu here or cpu read it", flush=True)
 
 
 def traffic_lines(run: Run) -> list[str]:

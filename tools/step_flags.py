@@ -41,6 +41,12 @@ class PlanArguments(StageArguments):
     num_nodes: int = flag(1, "machines", low=1)
     gpu_memory_gib: float = flag(0.0, "memory of a GPU; 0: that of --gpu", low=0)
     cpu_memory_gib: float = flag(0.0, "CPU memory of a machine; 0: not known, so not checked", low=0)
+    num_rows: int = flag(0, "training rows, for the hours of the run; 0: not known", low=0)
+    measure: bool = flag(
+        False,
+        "measure this machine in at most a minute, for the seconds of later plans with --gpu here or cpu; "
+        "needs no --stage",
+    )
 
 
 def with_step_flags(cls: type, stage: int) -> type:
@@ -60,7 +66,9 @@ def parse_step_args(
     finder.add_argument("--stage", nargs="?")
     stage = finder.parse_known_args(words)[0].stage or ""
     is_known = stage in map(str, STEPS)
-    if is_known:
+    if "--measure" in words and not stage and hasattr(cls, "measure"):
+        cls = dataclasses.make_dataclass(cls.__name__, [("stage", int, flag(0, "none"))], bases=(cls,))
+    elif is_known:
         cls = with_step_flags(cls, int(stage))
     else:  # without a step the other arguments cannot be parsed
         words = [word for word in words if word in LEAVING] + ["--stage", stage]

@@ -1,65 +1,46 @@
-"""Estimated seconds of each phase of a step on GPU machines, from computation, memory reads and
-communication. Not measured.
+"""Estimated seconds of each phase of a step, from computation, memory reads, launches and communication.
 
-    score, train   the longer of arithmetic and gathers, which overlap
+    score, train   the longest of computation (matrix products; bytes that other operations and the optimizer
+                   read and write), launches by the host, and gathers: they overlap, but not on a CPU
     switch         gathers, and copies of states kept on the CPU
-    generate       prompts: arithmetic. A token step: reads of weights, keys and values, kernel launches,
+    generate       prompts: as score. A token step: reads of weights, keys and values, kernel launches,
                    all-reduces of a replica's ranks; nothing overlaps
     gathers        the longer of both links' transfers, and the hops of a ring for each matrix
 
-Left out: the optimizer's step, advantages, the exchange of rows, rewards that are not models, waits for
-other ranks. Every response has full length, as in the other plans.
+Left out: Adam on a GPU machine's CPU, advantages, the exchange of rows, rewards that are not models, waits
+for other ranks. Every response has full length, as in the other plans.
 """
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
 from common.generation.kv_cache import kv_bytes_per_token
 from common.models.model_flops import ModelFlops
-from common.ranks.devices import DEVICES
+from tools.machines import Machines
+from tools.memory_plan import held_in_states
 from tools.planned_run import PlannedModel, Role, Run
+from tools.traced_layers import trace_activations
 from tools.traffic_plan import Phase, gathers_of_pass, plan_traffic, scoring_passes
 
-
-class Machines(NamedTuple):
-    """GPUs and their links: rates in FLOPs or bytes per second, one way; latencies in seconds."""
-
-    flops: float
-    memory: float
-    near: float  # to a GPU in the same machine
-    far: float  # to another machine, per GPU
-    host: float  # to the CPU's memory
-    arithmetic_share: float  # share of `flops` that passes reach
-    memory_share: float  # share of `memory` that a token step reaches
-    link_share: float  # share of `near`, `far`, `host` that collectives and copies reach
-    layer_seconds: float  # per layer of a token step, besides memory reads
-    ring: tuple[float, float, float]  # latencies of a gather: start, hop in a machine, hop between
-    tree: tuple[float, float, float]  # latencies of a small all-reduce, in the same order
-
-
-# flops, memory, near: NVIDIA's data sheet of the H100 SXM. far: 400 Gbit/s of InfiniBand per GPU, as in
-# a DGX H100. host: PCIe 5.0 x16. ring, tree: the latencies of NCCL's own model (src/graph/tuning.cc, LL128).
-# arithmetic_share: torchtitan's Llama-3.1-8B on 8 H100 reaches about 0.39, nanochat 0.40 to 0.46.
-# layer_seconds: DeepSpeed's 2.8 ms for a token step of OPT-1.3B by CUDA graph on an H100 (its pull request
-# 8271), minus memory reads, per layer (of 24). memory_share, link_share: assumed.
-H100 = Machines(
-    flops=1e12 * DEVICES["h100-80g"].tflops_16bit,
-    memory=3.35e12,
-    near=450e9,
-    far=50e9,
-    host=64e9,
-    arithmetic_share=0.4,
-    memory_share=0.8,
-    link_share=0.8,
-    layer_seconds=75e-6,
-    ring=(14e-6, 1.9e-6, 4.0e-6),
-    tree=(14e-6, 1.25e-6, 8.5e-6),
+# How good the seconds are: tests/unit/published_runs.json, which a test compares with this text.
+ACCURACY = (
+    "14 of 19 published training and decoding speeds are within 0.75 to 1.33 of it; "
+    "PPO by other programs took 1.3 to 3.3 times as long"
 )
+# Operations outside the layers of a token step, and of an optimizer step (docs/performance.md).
+TOKEN_STEP_LAUNCHES, STEP_LAUNCHES = 91, 113
+CACHE_LAUNCHES = 2  # writes of a layer's keys and values
+# Measured on a CPU whose operations take 6 microseconds: DeepSpeed's hook on a weight's gradient takes 30,
+# gathering and releasing a matrix under ZeRO 3 takes 150. One more operation makes the gradient.
+GRADIENT_LAUNCHES, GATHER_LAUNCHES = 6, 25
+# torch's attention over packed rows takes the host 341 microseconds with its backward pass, of 16 for other
+# operations (docs/performance.md).
+ATTENTION_LAUNCHES = 20
+ADAPTER_LAUNCHES = 13  # PEFT's operations around an adapted matrix, forward and backward
 
 
 @dataclass
@@ -72,7 +53,7 @@ class PhaseTime:
     links: float = 0.0
     hops: float = 0.0
     host: float = 0.0
-    is_overlapped: bool = False  # communication overlaps arithmetic
+    is_overlapped: bool = False  # computation, launches and communication overlap
 
     @property
     def causes(self) -> dict[str, float]:
@@ -80,26 +61,31 @@ class PhaseTime:
         return {name: value for name, value in vars(self).items() if name != "is_overlapped"}
 
     @property
+    def _groups(self) -> list[dict[str, float]]:
+        """The causes, those that do not overlap together."""
+        if not self.is_overlapped:
+            return [self.causes]
+        groups = (("arithmetic", "memory"), ("kernels",), ("links", "hops", "host"))
+        return [{name: self.causes[name] for name in names} for names in groups]
+
+    @property
     def seconds(self) -> float:
         """Seconds of the whole phase."""
-        total = sum(self.causes.values())
-        return max(self.arithmetic, total - self.arithmetic) if self.is_overlapped else total
+        return max(sum(group.values()) for group in self._groups)
 
     @property
     def bound(self) -> str:
-        """The longest cause; a cause of communication if that exceeds the arithmetic that it overlaps."""
-        causes = self.causes
-        if self.is_overlapped and self.arithmetic < self.seconds:
-            del causes["arithmetic"]
-        return max(causes, key=causes.__getitem__)
+        """The longest cause, of those that take longest together."""
+        group = max(self._groups, key=lambda group: sum(group.values()))
+        return max(group, key=group.__getitem__)
 
 
-def plan_times(run: Run, machines: Machines = H100) -> dict[str, PhaseTime]:
+def plan_times(run: Run, machines: Machines) -> dict[str, PhaseTime]:
     """The phases of `plan_traffic` with their seconds."""
     times = {}
     for name, phase in plan_traffic(run).items():
         verb, _, role_name = name.partition(" ")
-        time = PhaseTime(is_overlapped=verb in ("score", "train"))
+        time = PhaseTime(is_overlapped=verb in ("score", "train") and not machines.is_cpu)
         ideal_seconds = max(phase.intra_bytes / machines.near, phase.inter_bytes / machines.far)
         time.links = ideal_seconds / machines.link_share
         time.host = phase.host_bytes / (machines.host * machines.link_share)
@@ -110,14 +96,16 @@ def plan_times(run: Run, machines: Machines = H100) -> dict[str, PhaseTime]:
         else:
             role = next((role for role in run.roles if role.name == role_name), run.roles[0])
             is_training = verb == "train"
-            time.arithmetic = _pass_flops(run, role, is_training=is_training) / _achieved_flops(machines)
+            time.arithmetic = _pass_arithmetic(run, role, machines, is_training=is_training)
+            time.memory = _pass_bytes(run, role, is_training=is_training) / _achieved_memory(machines)
+            time.kernels = _pass_launches(run, role, is_training=is_training) * machines.launch_seconds
             time.hops = _gather_hops(run, role, machines, is_training=is_training)
         times[name] = time
     return times
 
 
-def _achieved_flops(machines: Machines) -> float:
-    return machines.flops * machines.arithmetic_share
+def _achieved_memory(machines: Machines) -> float:
+    return machines.memory * machines.memory_share
 
 
 @cache
@@ -126,20 +114,102 @@ def flops_of(model: PlannedModel) -> ModelFlops:
     return ModelFlops(model.module, model.head)
 
 
-def _pass_flops(run: Run, role: Role, *, is_training: bool) -> float:
-    """FLOPs of a rank in a step's scoring, or in its training over all epochs."""
+def count_passed(run: Run) -> tuple[int, float]:
+    """Sequences of a rank's scoring in a step, or of its training in an epoch, and their computed tokens: a
+    group's prompt counts once.
+    """
+    if run.actor:
+        return run.num_samples, run.count_tokens(run.num_samples)
+    return run.sequences_per_update, run.sequences_per_update * run.length
+
+
+def num_updates(run: Run) -> float:
+    """Optimizer steps of a role in a step."""
+    return run.args.ppo_epochs * run.num_samples / run.sequences_per_update if run.actor else 1
+
+
+def _pass_arithmetic(run: Run, role: Role, machines: Machines, *, is_training: bool) -> float:
+    """Seconds of a rank's products in a step's scoring, or in its training over all epochs.
+
+    Attention kernels compute only the pairs of a token and an earlier one.
+    """
     args = run.args
     flops = flops_of(role.model)
-    rows = run.num_samples if run.actor else run.sequences_per_update
-    num_tokens = rows * run.length
-    num_pairs = rows * run.length**2
+    rows, num_tokens = count_passed(run)
     num_scored = rows * args.max_answer_seq_len if run.actor else num_tokens
+    pairs = rows * run.length**2 / 2
+    of_attention = flops.of_pass(0, pairs, 0, is_training=is_training)
+    of_matrices = flops.of_pass(num_tokens, 0, num_scored, is_training=is_training)
+    if is_training and role.is_checkpointed:
+        of_attention += flops.of_pass(0, pairs, 0, is_training=False)
+        of_matrices += flops.of_pass(num_tokens, 0, 0, is_training=False)
+    epochs = args.ppo_epochs if run.actor and is_training else 1
+    return epochs * _product_seconds(of_matrices, of_attention, machines)
+
+
+def _product_seconds(of_matrices: float, of_attention: float, machines: Machines) -> float:
+    """Seconds of this many FLOPs."""
+    shares = machines.arithmetic_share, machines.attention_share
+    return (of_matrices / shares[0] + of_attention / shares[1]) / machines.flops
+
+
+def _pass_bytes(run: Run, role: Role, *, is_training: bool) -> float:
+    """Bytes that a rank reads and writes in a step's scoring or training, besides those of products: between
+    the products of layers and heads, of adapters, and of gradients and optimizer states.
+    """
+    model, args, b = role.model, run.args, run.num_bytes
+    rows, num_tokens = count_passed(run)
+    traced = trace_activations(model, args.dtype, run.length)
+    num_scored = rows * args.max_answer_seq_len if run.actor else num_tokens
+    num_logits = num_scored * model.head.weight.shape[0]
+    # A product of an adapter is scaled and added: five times the width of what the matrix reads or makes.
+    of_adapters = 5 * b * num_tokens * model.num_trained / role.spec.flags.lora_dim if has_lora(role) else 0
+    # A logit is written, and read to be normalised in fp32.
+    of_layers = traced.forward.num_bytes
+    num_bytes = num_tokens / run.length * model.num_layers * of_layers + of_adapters + num_logits * (b + 8)
     if not is_training:
-        return flops.of_pass(num_tokens, num_pairs, num_scored, is_training=False)
-    num_flops = flops.of_pass(num_tokens, num_pairs, num_scored, is_training=True)
-    if role.is_checkpointed:
-        num_flops += flops.of_pass(num_tokens, num_pairs, 0, is_training=False)
-    return num_flops * (args.ppo_epochs if run.actor else 1)
+        return num_bytes
+    of_layers = traced.training.num_bytes + (traced.forward.num_bytes if role.is_checkpointed else 0)
+    num_bytes = num_tokens / run.length * model.num_layers * of_layers
+    num_bytes += (3 if role.is_checkpointed else 2) * of_adapters + 2 * num_logits * (b + 8)
+    epochs = args.ppo_epochs if run.actor else 1
+    updates = num_updates(run)
+    # Each pass writes gradients, then copies or adds them to those of earlier passes.
+    of_gradients = 3 * b * model.num_trained * updates * run.num_micro_batches
+    return num_bytes * epochs + of_gradients + updates * _optimizer_bytes(run, role)
+
+
+def has_lora(role: Role) -> bool:
+    """Whether only adapters are trained."""
+    return bool(role.spec.flags.lora_dim) and role.model.num_trained < role.model.num_params
+
+
+def _optimizer_bytes(run: Run, role: Role) -> float:
+    """Bytes of an optimizer step of a rank: states read and written, gradients read for their norm and for
+    the step, weights written. None on a GPU machine's CPU.
+    """
+    if role.steps_on_cpu and not run.is_cpu:
+        return 0.0
+    num_stepped = role.model.num_trained / (run.num_ranks if role.zero.stage else 1)
+    return 2 * held_in_states(run, role) + 3 * run.num_bytes * num_stepped
+
+
+def _pass_launches(run: Run, role: Role, *, is_training: bool) -> float:
+    """Operations that the host starts in a step's scoring or training."""
+    model = role.model
+    traced = trace_activations(model, run.args.dtype, run.length)
+    num_adapted = sum(p.requires_grad for p in model.module.parameters()) / 2 if has_lora(role) else 0
+    of_gathers = GATHER_LAUNCHES * count_matrices(role) if role.is_sharded else 0
+    if not is_training:
+        of_pass = model.num_layers * traced.forward.launches + num_adapted * ADAPTER_LAUNCHES / 3
+        of_pass += of_gathers
+        return of_pass * scoring_passes(run)
+    of_layer = traced.training.launches + (traced.forward.launches if role.is_checkpointed else 0)
+    of_layer += 0 if run.is_cpu else ATTENTION_LAUNCHES
+    num_gradients = sum(p.requires_grad for p in model.module.parameters())
+    of_pass = model.num_layers * of_layer + num_gradients * GRADIENT_LAUNCHES + num_adapted * ADAPTER_LAUNCHES
+    of_pass += (3 if role.is_checkpointed else 2) * of_gathers
+    return num_updates(run) * (run.num_micro_batches * of_pass + STEP_LAUNCHES)
 
 
 def ring_seconds(run: Run, size: int, machines: Machines, stride: int = 1) -> float:
@@ -169,13 +239,13 @@ def count_matrices(role: Role) -> int:
 def _gather_hops(run: Run, role: Role, machines: Machines, *, is_training: bool) -> float:
     ring = ring_seconds(run, run.num_ranks, machines)
     num_buckets = math.ceil(role.model.num_trained / max(role.zero.reduce_bucket_size, 1))
-    num_updates = run.args.ppo_epochs * run.num_samples / run.sequences_per_update if run.actor else 1
-    passes = run.num_micro_batches * num_updates
+    updates = num_updates(run)
+    passes = run.num_micro_batches * updates
     if not is_training:
         return ring * count_matrices(role) * scoring_passes(run) if role.is_sharded else 0.0
     if role.is_sharded:
         return ring * passes * (count_matrices(role) * gathers_of_pass(role) + num_buckets)
-    return ring * num_buckets * 2 * (passes if role.zero.stage == 2 else num_updates)
+    return ring * num_buckets * 2 * (passes if role.zero.stage == 2 else updates)
 
 
 def _switch_hops(run: Run, phase: Phase, machines: Machines) -> float:
@@ -199,23 +269,50 @@ def _add_generation(run: Run, time: PhaseTime, machines: Machines) -> None:
     prompt = args.max_prompt_seq_len
     answer = args.max_answer_seq_len
     batches = args.batches_per_step
-    prefill_flops = flops.of_pass(
-        num_prompts * prompt, num_prompts * prompt**2, num_prompts, is_training=False
-    )
-    time.arithmetic = batches * prefill_flops / t / _achieved_flops(machines)
+    # Kernels compute only the pairs of a prompt's token and an earlier one.
+    pairs = num_prompts * prompt**2
+    of_matrices = flops.of_pass(num_prompts * prompt, 0, num_prompts, is_training=False)
+    of_attention = flops.of_pass(0, pairs, 0, is_training=False)
+    time.arithmetic = batches / t * _product_seconds(of_matrices, of_attention / 2, machines)
+    traced = trace_activations(model, args.dtype, run.length)
+    of_prompts = num_prompts * prompt / run.length * model.num_layers * traced.forward.num_bytes
     slots = min(run.num_slots, num_samples)
     steps = batches * math.ceil(num_samples / slots) * (answer - 1)
     lengths = torch.full((num_prompts,), prompt), torch.full((num_samples,), answer)
-    decoding = flops.of_generation(*lengths, args.num_samples_per_prompt) - prefill_flops
+    decoding = flops.of_generation(*lengths, args.num_samples_per_prompt) - of_matrices - of_attention
     weights = (flops.body + flops.head) * run.num_bytes / t
     keys = slots * (prompt + answer / 2) * kv_bytes_per_token(model.plain.config, run.num_bytes, t)
-    read_seconds = steps * (weights + keys) / (machines.memory * machines.memory_share)
-    time.memory = max(read_seconds, batches * decoding / t / _achieved_flops(machines))
-    time.kernels = steps * model.num_layers * machines.layer_seconds
+    read_seconds = steps * (weights + keys) / machines.reads
+    decode_seconds = batches / t * _product_seconds(decoding, 0, machines)
+    time.memory = batches * of_prompts / t / _achieved_memory(machines)
+    overlap = sum if machines.is_cpu else max
+    time.memory += overlap((read_seconds, decode_seconds))
+    if replays_graphs(run):
+        time.kernels = steps * model.num_layers * machines.layer_seconds
+    else:
+        of_step = model.num_layers * (traced.forward.launches + CACHE_LAUNCHES) + TOKEN_STEP_LAUNCHES
+        time.kernels = steps * of_step * machines.launch_seconds
     stride = 1 if run.has_contiguous_groups else run.num_ranks // t
     time.hops = steps * (2 * model.num_layers + 2) * tree_seconds(run, t, machines, stride)
+
+
+def replays_graphs(run: Run) -> bool:
+    """Whether token steps are CUDA graphs."""
+    args = run.args
+    return args.enable_hybrid_engine and not (run.is_cpu or run.gathers_by_layer or args.no_cuda_graphs)
 
 
 def step_seconds(times: Iterable[PhaseTime]) -> float:
     """Seconds of all phases, one after the other."""
     return sum(time.seconds for time in times)
+
+
+def hours_of_run(run: Run, step: float) -> float:
+    """Hours of all steps of --num_rows rows, or of --max_train_steps; 0 if neither is known."""
+    args = run.args
+    rows_of_step = args.per_device_generation_batch_size * args.batches_per_step if run.actor else 0
+    rows_of_step = rows_of_step or args.per_device_train_batch_size * args.gradient_accumulation_steps
+    steps = args.num_train_epochs * args.num_rows / (rows_of_step * run.num_ranks)
+    if args.max_train_steps:
+        steps = min(steps or math.inf, args.max_train_steps)
+    return steps * step / 3600

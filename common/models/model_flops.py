@@ -1,7 +1,6 @@
 """FLOPs of forward and backward passes, and the peak FLOP/s of devices."""
 
 import itertools
-import re
 import time
 from typing import Any
 
@@ -14,7 +13,7 @@ from common.models.loading import DTYPES, plain_model
 from common.models.lora import trained_weights
 from common.models.model_inputs import ModelInputs
 from common.ranks import distributed
-from common.ranks.devices import DEVICES
+from common.ranks.devices import DEVICES, kind_of
 from common.ranks.step_costs import COSTS
 
 MEASURED_SECONDS = 0.25
@@ -130,12 +129,10 @@ def own_peak_flops(dtype: torch.dtype) -> float:
     For a GPU in DEVICES the data sheet's figure; any other device is measured by matrix products, as is a
     part of a GPU (MIG): on a CPU with this process's threads, while all its other ranks do the same.
     """
-    is_gpu = distributed.has_gpu()
-    # Whole words: an "NVIDIA A100-SXM4-80GB" is not an A10.
-    words = re.findall(r"\w+", torch.cuda.get_device_name().lower()) if is_gpu else ()
-    for kind, device in DEVICES.items():
-        if kind.partition("-")[0] in words and "mig" not in words:
-            return 1e12 * (device.tflops_fp32 if dtype == torch.float32 else device.tflops_16bit)
+    kind = kind_of(torch.cuda.get_device_name()) if distributed.has_gpu() else None
+    if kind:
+        device = DEVICES[kind]
+        return 1e12 * (device.tflops_fp32 if dtype == torch.float32 else device.tflops_16bit)
     return measure_flops(dtype)
 
 

@@ -2,6 +2,7 @@
 Does not import torch.
 """
 
+import re
 from typing import NamedTuple
 
 
@@ -30,3 +31,13 @@ DEVICES = {
     "mi300x": Device(191, 1307.4, 163.4),
     "cpu": Device(16, 0.1, 0.1),
 }
+
+
+def kind_of(name: str) -> str | None:
+    """The key in DEVICES of a GPU's name, by its whole words: an "NVIDIA A100-SXM4-80GB" is not an A10. None
+    for other devices, and for a part of one (MIG).
+    """
+    words = re.findall(r"\w+", name.lower())
+    kinds = [kind for kind in DEVICES if kind.partition("-")[0] in words and "mig" not in words]
+    of_size = [kind for kind in kinds if f"{kind.partition('-')[2]}b" in words]  # 40g, 80g
+    return next(iter(of_size + kinds), None)

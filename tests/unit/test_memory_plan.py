@@ -21,7 +21,8 @@ from step1_sft.arguments import SFTArguments
 from step3_ppo.build_roles import build_roles
 from step3_ppo.rewards.reward_specs import RewardSpec
 from step3_ppo.trainer_state import ExponentialMovingAverage
-from tools.memory_plan import LiveBytes, MemoryPlan, head_bytes, trace_activations
+from tools.memory_plan import MemoryPlan, head_bytes
+from tools.traced_layers import LiveBytes, trace_activations
 
 GEMMA = "google/gemma-2-2b"
 HYBRID, ZERO3 = "--enable_hybrid_engine", ("--actor_zero_stage", "3", "--critic_zero_stage", "3")

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from common.generation.resharding import TPLayout
 from common.models.lora import LoraOptions
 from common.models.model_inputs import build_model_inputs
-from tools.memory_plan import LiveBytes, trace_activations
 from tools.planned_run import PlannedModel, plan_switch
+from tools.traced_layers import LiveBytes, trace_activations
 
 LLAMA = transformers.LlamaConfig(
     vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
@@ -114,3 +114,27 @@ def test_a_groups_prompt_is_planned_once(flags, num_tokens, num_passes):
     given += "--gradient_accumulation_steps 2 --dtype bf16 --reward http://a/b --num_gpus 1 "
     run = ppo(OPT_350M, "", *(given + flags).split())
     assert (run.tokens_per_pass, run.num_micro_batches) == (num_tokens, num_passes)
+
+
+def test_what_operations_move_is_counted_in_elements_of_what_they_read_and_make():
+    one, two = (torch.ones(4, 4) for _ in range(2))
+    with LiveBytes(torch.nn.Module()) as live:
+        one.view(16)[:3].detach()  # views
+        torch.empty(100)
+        assert live.moved == (0, 0)
+        one + two
+        assert live.moved == (1, 3 * 64)
+        one @ two  # a product: counted as FLOPs
+        assert live.moved == (2, 3 * 64)
+        one.add_(two)
+        assert live.moved == (3, 6 * 64)
+        one.sum()
+        assert live.moved == (4, 6 * 64 + 64 + 4)
+
+
+def test_a_layers_operations_are_traced_for_one_layer():
+    """Forward: 7 products, attention, 2 sums, 2 of the activation, the rest of norms and rotation."""
+    traced = trace_activations(planned(LLAMA), "bf16", 8)
+    assert traced.forward.launches == 38 and traced.training.launches == 98
+    twice = trace_activations(planned(LLAMA), "bf16", 16)
+    assert twice.forward == (38, pytest.approx(2 * traced.forward.num_bytes, rel=0.05))

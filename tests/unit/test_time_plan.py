@@ -8,7 +8,10 @@ from planned_runs import LLAMA_7B, NUM_7B, ppo, single
 
 from benchmarks.evidence.counted_traffic import CASES
 from benchmarks.evidence.scale import check_counted, generation_share, plan_fastest
-from tools.time_plan import Machines, PhaseTime, count_matrices, plan_times, ring_seconds, tree_seconds
+from tools import time_plan
+from tools.machines import Machines
+from tools.time_plan import PhaseTime, count_matrices, hours_of_run, plan_times, ring_seconds, tree_seconds
+from tools.traced_layers import Activations, Moved
 from tools.traffic_plan import plan_traffic
 
 SCALE = json.loads((Path(__file__).resolve().parents[2] / "docs/results/scale.json").read_text())
@@ -19,9 +22,12 @@ ROUND = Machines(
     far=1e9,
     host=5e8,
     arithmetic_share=0.5,
+    attention_share=0.25,
     memory_share=0.25,
     link_share=0.5,
+    reads=1e9,
     layer_seconds=1.0,
+    launch_seconds=0.01,
     ring=(100.0, 1.0, 10.0),
     tree=(1000.0, 2.0, 20.0),
 )
@@ -51,21 +57,32 @@ def test_a_ring_goes_through_all_and_a_tree_up_and_down():
     assert ring_seconds(run, 1, ROUND) == tree_seconds(run, 1, ROUND) == 0
 
 
-def test_what_is_sent_goes_on_beside_arithmetic_in_passes_alone():
-    causes = {"arithmetic": 5.0, "links": 2.0, "hops": 4.0}
+def test_computation_launches_and_links_overlap_in_passes_alone():
+    causes = {"arithmetic": 5.0, "memory": 1.0, "kernels": 3.0, "links": 2.0, "hops": 5.0}
     beside, behind = PhaseTime(**causes, is_overlapped=True), PhaseTime(**causes)
-    assert (beside.seconds, beside.bound) == (6.0, "hops")
-    assert (behind.seconds, behind.bound) == (11.0, "arithmetic")
+    assert (beside.seconds, beside.bound) == (7.0, "hops")
+    assert (behind.seconds, behind.bound) == (16.0, "arithmetic")
     shorter = PhaseTime(**causes | {"hops": 1.0}, is_overlapped=True)
-    assert (shorter.seconds, shorter.bound) == (5.0, "arithmetic")
+    assert (shorter.seconds, shorter.bound) == (6.0, "arithmetic")
+    slow_host = PhaseTime(**causes | {"kernels": 8.0}, is_overlapped=True)
+    assert (slow_host.seconds, slow_host.bound) == (8.0, "kernels")
+
+
+@pytest.fixture
+def traced(monkeypatch) -> Activations:
+    """A layer of round numbers: 10 launches and 1000 bytes forward, 30 and 4000 in a training pass."""
+    layer = Activations(0, 0, 0, 0, Moved(10, 1000), Moved(30, 4000))
+    monkeypatch.setattr(time_plan, "trace_activations", lambda *_: layer)
+    return layer
 
 
 def test_an_update_is_three_passes_and_its_gathers():
     run = sharded("--actor_gradient_checkpointing")
     time, phase = plan_times(run, ROUND)["train actor"], plan_traffic(run)["train actor"]
-    forward = 2 * (4 * 96 * BODY + 4 * 32 * HEAD + 4 * 96**2 * ATTENTION)
-    recomputed = forward - 2 * 4 * 32 * HEAD
-    assert time.arithmetic == pytest.approx((3 * forward + recomputed) / 1e12)
+    forward = 2 * (4 * 96 * BODY + 4 * 32 * HEAD)
+    recomputed = 2 * 4 * 96 * BODY
+    causal = 2 * 4 * 96**2 / 2 * ATTENTION  # a token and those before it
+    assert time.arithmetic == pytest.approx((3 * forward + recomputed) / 1e12 + 4 * causal / 5e11)
     # a rank takes in more from its machine, over a link that is twice as fast
     assert phase.intra_bytes / 2e9 > phase.inter_bytes / 1e9
     assert time.links == pytest.approx(phase.intra_bytes / 1e9)
@@ -75,17 +92,19 @@ def test_an_update_is_three_passes_and_its_gathers():
     assert time.hops == pytest.approx(2 * 158 * gathers)
 
 
-def test_a_token_step_reads_weights_and_keys_and_sums():
+def test_a_token_step_reads_weights_and_keys_and_sums(traced):
     time = plan_times(sharded("--inference_tp_size", "2", "--inference_tp_groups", "contiguous"), ROUND)[
         "generate"
     ]
     steps = 31  # for 8 responses of 32 tokens at a time
     keys = 8 * (64 + 16) * 2 * 32 * 2048 * 2
-    assert time.memory == pytest.approx(steps * (2 * (BODY + HEAD) / 2 + keys) / 1e9)
+    of_prompts = 8 * 64 / 96 * 32 * 1000 / 2
+    assert time.memory == pytest.approx((steps * (2 * (BODY + HEAD) / 2 + keys) + of_prompts) / 1e9)
     assert time.kernels == steps * 32
     assert time.hops == pytest.approx(steps * (2 * 32 + 2) * 1004)
-    reading = 2 * (8 * 64 * BODY + 8 * HEAD + 8 * 64**2 * ATTENTION)
-    assert time.arithmetic == pytest.approx(reading / 2 / 1e12)
+    reading = 2 * (8 * 64 * BODY + 8 * HEAD)
+    causal = 2 * 8 * 64**2 / 2 * ATTENTION
+    assert time.arithmetic == pytest.approx((reading / 1e12 + causal / 5e11) / 2)
     assert time.seconds == pytest.approx(sum(time.causes.values()))
 
 
@@ -102,8 +121,91 @@ def test_states_that_wait_on_the_cpu_take_their_time_at_the_switch():
 def test_step_1_has_one_phase():
     flags = ("--max_seq_len", "128", "--per_device_train_batch_size", "2", "--zero_stage", "2")
     time = plan_times(single(LLAMA_7B, *flags), ROUND)["train"]
-    assert time.arithmetic == pytest.approx(6 * (256 * (BODY + HEAD) + 2 * 128**2 * ATTENTION) / 1e12)
+    products = 6 * 256 * (BODY + HEAD) / 1e12 + 6 * 2 * 128**2 / 2 * ATTENTION / 5e11
+    assert time.arithmetic == pytest.approx(products)
     assert time.links == time.hops == 0  # one rank
+
+
+def test_a_training_pass_moves_activations_gradients_and_optimizer_states(traced):
+    """The optimizer has 12 bytes per weight; it reads the gradient twice and writes the weight in bf16."""
+    flags = ("--max_seq_len", "128", "--per_device_train_batch_size", "2", "--zero_stage", "2")
+    plain, more = (
+        plan_times(single(LLAMA_7B, *flags, *extra), ROUND)["train"]
+        for extra in ((), ("--gradient_checkpointing", "--gradient_accumulation_steps", "3"))
+    )
+    logits = 2 * 256 * 32000 * (2 + 8)
+    states = (2 * 12 + 3 * 2) * NUM_7B
+    gradients = 3 * 2 * NUM_7B
+    assert plain.memory == pytest.approx((2 * 32 * 4000 + logits + gradients + states) / 1e9)
+    assert more.memory == pytest.approx((3 * (2 * 32 * (4000 + 1000) + logits + gradients) + states) / 1e9)
+    # 20 of torch's attention per layer; 6 of each of the 9 weights of 32 layers and 3 others; 113 of the step
+    weights = 9 * 32 + 3
+    assert plain.kernels == pytest.approx(0.01 * (32 * (30 + 20) + 6 * weights + 113))
+    assert more.kernels == pytest.approx(0.01 * (3 * (32 * (30 + 10 + 20) + 6 * weights) + 113))
+
+
+def test_adapters_take_launches_and_bytes(traced):
+    flags = ("--max_seq_len", "128", "--per_device_train_batch_size", "2", "--zero_stage", "2")
+    run = single(LLAMA_7B, *flags, "--lora_dim", "4")
+    time = plan_times(run, ROUND)["train"]
+    num_trained = 4 * 32 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
+    assert run.roles[0].model.num_trained == num_trained
+    adapters = 2 * 5 * 2 * 256 * num_trained / 4
+    logits = 2 * 256 * 32000 * (2 + 8)
+    assert time.memory == pytest.approx((2 * 32 * 4000 + adapters + logits + (6 + 30) * num_trained) / 1e9)
+    assert time.kernels == pytest.approx(0.01 * (32 * 50 + 6 * 2 * 7 * 32 + 13 * 7 * 32 + 113))
+
+
+def test_scores_of_the_reference(traced):
+    time = plan_times(sharded(), ROUND)["score reference"]
+    logits = 4 * 32 * 32000 * (2 + 8)
+    assert time.memory == pytest.approx((4 * 32 * 1000 + logits) / 1e9)
+    gathers = 25 * 226  # of ZeRO 3
+    assert time.kernels == pytest.approx(0.01 * 2 * (32 * 10 + gathers))  # two passes of 2 rows
+    training = plan_times(sharded(), ROUND)["train actor"]
+    of_pass = 32 * (30 + 20) + 6 * (9 * 32 + 3) + 2 * gathers
+    assert training.kernels == pytest.approx(0.01 * (2 * of_pass + 113))
+
+
+def test_adam_on_a_gpu_machines_cpu_is_left_out(traced):
+    flags = ("--max_seq_len", "128", "--per_device_train_batch_size", "2", "--offload", "optimizer")
+    near, away = (plan_times(single(LLAMA_7B, *words), ROUND)["train"] for words in (flags[:4], flags))
+    assert near.memory - away.memory == pytest.approx((2 * 12 + 3 * 2) * NUM_7B / 1e9)
+
+
+def test_a_prompt_that_a_group_shares_is_computed_once():
+    flags = ("--num_samples_per_prompt", "4", "--per_device_generation_batch_size", "1")
+    shared, alone = (
+        plan_times(sharded(*flags, *more), ROUND)["score reference"] for more in ((), ("--no_share_prompts",))
+    )
+    assert alone.arithmetic - shared.arithmetic == pytest.approx(2 * 3 * 64 * BODY / 1e12)
+
+
+def test_nothing_overlaps_on_a_cpu_and_token_steps_launch_each_operation(traced):
+    flags = ("--gpu", "cpu", "--dtype", "bf16", "--max_prompt_seq_len", "64", "--max_answer_seq_len", "32")
+    flags += ("--per_device_generation_batch_size", "2", "--per_device_training_batch_size", "2")
+    run = ppo(LLAMA_7B, "", *flags, "--enable_hybrid_engine")
+    times = plan_times(run, ROUND._replace(is_cpu=True))
+    score, generate = times["score reference"], times["generate"]
+    assert score.seconds == pytest.approx(sum(score.causes.values()))
+    assert generate.kernels == pytest.approx(31 * (32 * (10 + 2) + 91) * 0.01)
+    keys = 2 * (64 + 16) * 2 * 32 * 4096 * 2
+    reads = (31 * (2 * (BODY + HEAD) + keys) + 2 * 64 / 96 * 32 * 1000) / 1e9
+    pairs = 2 * (31 * 64 + 31 * 32 / 2)
+    decoding = 2 * (2 * 31 * (BODY + HEAD) + pairs * ATTENTION) / 1e12
+    assert generate.memory == pytest.approx(reads + decoding)
+
+
+def test_hours_of_rows_and_of_steps():
+    flags = ("--max_seq_len", "128", "--per_device_train_batch_size", "2", "--num_gpus", "4")
+    flags += ("--gradient_accumulation_steps", "3")
+    hours = lambda *more: hours_of_run(single(LLAMA_7B, *flags, *more), 36.0)  # noqa: E731
+    assert hours() == 0
+    assert hours("--num_rows", "2400", "--num_train_epochs", "2") == pytest.approx(2.0)  # 200 steps of 24
+    assert hours("--max_train_steps", "50") == pytest.approx(0.5)
+    assert hours("--max_train_steps", "50", "--num_rows", "240") == pytest.approx(0.1)
+    step3 = sharded("--num_rows", "1280")  # 4 prompts of 32 ranks, 10 steps
+    assert hours_of_run(step3, 36.0) == pytest.approx(0.1)
 
 
 # ---- docs/results/scale.json ----------------------------------------------------------------------------

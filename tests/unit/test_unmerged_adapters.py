@@ -15,7 +15,7 @@ from common.generation.products import Adapter, InputGroups
 from common.models.lora import TrainedWeight, trained_weights
 from common.ranks import distributed
 from common.ranks.zero3 import local_shard
-from tools.memory_plan import LiveBytes
+from tools.traced_layers import LiveBytes
 
 pytestmark = pytest.mark.usefixtures("process_group")
 MASK = torch.ones_like(IDS)
