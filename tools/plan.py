@@ -214,15 +214,14 @@ def find_machines(run: Run) -> tuple[Machines | None, str]:
     A GPU without a measurement has those of its kind.
     """
     args = run.args
-    measured, reason = {}, ""
+    reason = "data sheets, and the shares of them that others reach (tools/machines.py)"
     if args.gpu not in CARDS:
-        measured, reason = read_measures(args.num_gpus)
-    if measured:
-        threads = f", with {measured['threads']} threads a rank" if run.is_cpu else ""
-        return machines_here(measured, args.dtype), f"this machine as measured on {measured['date']}{threads}"
-    kind = kind_of(args.gpu)
-    machines = machines_of_kind(kind, args.dtype) if kind else None
-    return machines, reason or "data sheets, and the shares of them that others reach (tools/machines.py)"
+        measured, reason = read_measures(args.gpu, args.num_gpus)
+        if measured:
+            date, threads = measured["date"], measured["threads"]
+            source = f"this machine as measured on {date}, with {threads} threads a rank"
+            return machines_here(measured, args.dtype), source
+    return machines_of_kind(kind_of(args.gpu) or args.gpu, args.dtype), reason
 
 
 def time_lines(run: Run) -> list[str]:
@@ -232,11 +231,9 @@ def time_lines(run: Run) -> list[str]:
         return [f"no seconds: {source}"]
     times = plan_times(run, machines)
     step = step_seconds(times.values())
-    rows = [["estimated seconds of a step", "", "mostly"]]
-    rows += [[name, f"{time.seconds:.3g}", time.bound] for name, time in times.items() if time.seconds]
-    lines = grid([*rows, ["step", f"{step:.3g}", ""]])
-    hours = hours_of_run(run, step)
-    if hours:
+    rows = [[name, f"{time.seconds:.3g}", time.bound] for name, time in times.items() if time.seconds]
+    lines = grid([["estimated seconds of a step", "", "mostly"], *rows, ["step", f"{step:.3g}", ""]])
+    if hours := hours_of_run(run, step):
         lines.append(f"the run takes {hours:.3g} hours, without evaluation and saving")
     if any(role.steps_on_cpu for role in run.roles) and not run.is_cpu:
         lines.append("Adam's step on the CPU is left out")
@@ -247,18 +244,16 @@ def measure() -> None:
     """Measure this machine for later plans, and print its rates. Exits with 1 if they cannot be written."""
     distributed.start()
     is_main = distributed.is_main()
+    distributed.print_once("measuring this machine: at most a minute")
     try:
-        if is_main:
-            print("measuring this machine: at most a minute", flush=True)
         measured = measure_machine()
     except OSError as error:
-        print(f"error: the rates were not written: {error}", file=sys.stderr)
-        raise SystemExit(1) from error
+        raise SystemExit(f"error: the rates were not written: {error}") from error
     finally:
         distributed.stop()
     if is_main:
-        print(json.dumps(measured, indent=1))
-        print(f"written to {file_of_measures()}: plans with --gpu here or cpu read it", flush=True)
+        text = json.dumps(measured, indent=1)
+        print(f"{text}\nwritten to {file_of_measures()}: plans with --gpu here or cpu read it", flush=True)
 
 
 def traffic_lines(run: Run) -> list[str]:

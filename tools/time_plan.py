@@ -32,11 +32,13 @@ ACCURACY = (
     "PPO by other programs took 1.3 to 3.3 times as long"
 )
 # Operations outside the layers of a token step, and of an optimizer step (docs/performance.md).
-TOKEN_STEP_LAUNCHES, STEP_LAUNCHES = 91, 113
+TOKEN_STEP_LAUNCHES = 91
+STEP_LAUNCHES = 113
 CACHE_LAUNCHES = 2  # writes of a layer's keys and values
 # Measured on a CPU whose operations take 6 microseconds: DeepSpeed's hook on a weight's gradient takes 30,
 # gathering and releasing a matrix under ZeRO 3 takes 150. One more operation makes the gradient.
-GRADIENT_LAUNCHES, GATHER_LAUNCHES = 6, 25
+GRADIENT_LAUNCHES = 6
+GATHER_LAUNCHES = 25
 # torch's attention over packed rows takes the host 341 microseconds with its backward pass, of 16 for other
 # operations (docs/performance.md).
 ATTENTION_LAUNCHES = 20
@@ -149,15 +151,17 @@ def _pass_arithmetic(run: Run, role: Role, machines: Machines, *, is_training: b
 
 def _product_seconds(of_matrices: float, of_attention: float, machines: Machines) -> float:
     """Seconds of this many FLOPs."""
-    shares = machines.arithmetic_share, machines.attention_share
-    return (of_matrices / shares[0] + of_attention / shares[1]) / machines.flops
+    seconds = of_matrices / machines.arithmetic_share + of_attention / machines.attention_share
+    return seconds / machines.flops
 
 
 def _pass_bytes(run: Run, role: Role, *, is_training: bool) -> float:
     """Bytes that a rank reads and writes in a step's scoring or training, besides those of products: between
     the products of layers and heads, of adapters, and of gradients and optimizer states.
     """
-    model, args, b = role.model, run.args, run.num_bytes
+    model = role.model
+    args = run.args
+    b = run.num_bytes
     rows, num_tokens = count_passed(run)
     traced = trace_activations(model, args.dtype, run.length)
     num_scored = rows * args.max_answer_seq_len if run.actor else num_tokens
@@ -310,8 +314,10 @@ def step_seconds(times: Iterable[PhaseTime]) -> float:
 def hours_of_run(run: Run, step: float) -> float:
     """Hours of all steps of --num_rows rows, or of --max_train_steps; 0 if neither is known."""
     args = run.args
-    rows_of_step = args.per_device_generation_batch_size * args.batches_per_step if run.actor else 0
-    rows_of_step = rows_of_step or args.per_device_train_batch_size * args.gradient_accumulation_steps
+    if run.actor:
+        rows_of_step = args.per_device_generation_batch_size * args.batches_per_step
+    else:
+        rows_of_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
     steps = args.num_train_epochs * args.num_rows / (rows_of_step * run.num_ranks)
     if args.max_train_steps:
         steps = min(steps or math.inf, args.max_train_steps)

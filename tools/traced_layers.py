@@ -111,14 +111,12 @@ class LiveBytes(TorchDispatchMode):
         results = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
         for value in results:
             self._note(value)
-        returned = function._schema.returns
-        is_view = any(r.alias_info and not r.alias_info.is_write for r in returned)
-        if results and not is_view and not any(part in str(function) for part in NO_KERNELS):
-            num_bytes = 0
-            if not any(part in str(function) for part in PRODUCTS):
-                given = [value for value in tree_leaves(args) if isinstance(value, torch.Tensor)]
-                num_bytes = sum(value.numel() * value.element_size() for value in (*given, *results))
-            self.moved = Moved(self.moved.launches + 1, self.moved.num_bytes + num_bytes)
+        name = str(function)
+        is_view = any(r.alias_info and not r.alias_info.is_write for r in function._schema.returns)
+        if results and not is_view and not any(part in name for part in NO_KERNELS):
+            given = [] if any(part in name for part in PRODUCTS) else [*tree_leaves(args), *results]
+            moved = sum(t.numel() * t.element_size() for t in given if isinstance(t, torch.Tensor))
+            self.moved = Moved(self.moved.launches + 1, self.moved.num_bytes + moved)
         return result
 
     def _note(self, value: Any) -> None:

@@ -81,10 +81,10 @@ def test_the_kind_of_a_gpus_name(name, kind):
 
 
 def test_a_measurement_is_written_and_read(measures, capsys):
-    assert read_measures(1) == ({}, f"this machine is not measured: {MEASURE}")
+    assert read_measures("cpu", 1) == ({}, f"this machine is not measured: {MEASURE}")
     plan.main(["--measure"])
     assert f"written to {measures}" in capsys.readouterr().out
-    content, reason = read_measures(1)
+    content, reason = read_measures("cpu", 1)
     assert reason == "" and RATES.items() <= content.items()
     assert content == json.loads(measures.read_text())
     machines = machines_here(content, "bf16")
@@ -109,30 +109,32 @@ def test_a_measurement_is_written_and_read(measures, capsys):
         ({"torch": "1.0"}, 1, "of torch 1.0, not "),
         ({"device": "NVIDIA H200"}, 1, "of device NVIDIA H200, not cpu"),
         ({}, 2, "of ranks 1, not 2"),
-        ({"reads": None}, 1, "has no positive 'reads'"),
-        ({"memory": -1.0}, 1, "has no positive 'memory'"),
+        ({"reads": None}, 1, "has no valid 'reads'"),
+        ({"memory": -1.0}, 1, "has no valid 'memory'"),
+        ({"date": None}, 1, "has no valid 'date'"),
+        ({"threads": "all"}, 1, "has 'all' under 'threads'"),
         ({"bf16": "fast"}, 1, "has 'fast' under 'bf16'"),
     ],
 )
 def test_a_file_that_does_not_hold_is_named_and_ignored(measures, changes, num_ranks, reason):
     plan.main(["--measure"])
     written(measures, **changes)
-    content, said = read_measures(num_ranks)
+    content, said = read_measures("cpu", num_ranks)
     assert content == {} and str(measures) in said and reason in said and said.endswith(f"ignored; {MEASURE}")
 
 
 def test_a_torn_file_is_named_and_ignored(measures):
     plan.main(["--measure"])
     measures.write_text(measures.read_text()[:-5])
-    content, said = read_measures(1)
+    content, said = read_measures("cpu", 1)
     assert content == {} and f"{measures} cannot be read as JSON" in said and said.endswith(MEASURE)
 
 
-def test_a_folder_that_cannot_be_written_is_an_error(measures, capsys):
+def test_a_folder_that_cannot_be_written_is_an_error(measures):
     measures.parent.parent.joinpath("triptych").write_text("")
     with pytest.raises(SystemExit) as stop:
         plan.main(["--measure"])
-    assert stop.value.code == 1 and "error: the rates were not written: " in capsys.readouterr().err
+    assert str(stop.value).startswith("error: the rates were not written: ")
 
 
 def test_other_flags_still_need_a_stage(capsys):
@@ -159,18 +161,18 @@ def test_a_cpus_seconds_need_a_measurement(measures, capsys):
     assert "rates: this machine as measured on 20" in text and f"with {threads} threads a rank" in text
 
 
-def test_a_gpu_that_is_here_has_its_measured_rates_or_those_of_its_kind(measures, monkeypatch):
+def test_a_gpu_that_is_here_has_its_measured_rates_or_those_of_its_kind(measures):
     run = single(LLAMA_7B, "--gpu", "h200")
     run.args.gpu = "NVIDIA H200"
     machines, source = plan.find_machines(run)
     assert machines == machines_of_kind("h200") and source.startswith("this machine is not measured")
     plan.main(["--measure"])
-    monkeypatch.setattr(measured_machine, "describe_device", lambda _: {"device": "NVIDIA H200"})
+    assert plan.find_machines(run)[1].startswith(f"{measures} is of device cpu, not NVIDIA H200")
     written(measures, device="NVIDIA H200")
+    assert read_measures("cpu", 1)[1].startswith(f"{measures} is of device NVIDIA H200, not cpu")
     machines, source = plan.find_machines(run)
     assert machines.flops == 2e11 and not machines.is_cpu and source.startswith("this machine as measured on")
     run.args.gpu = "NVIDIA Z1"
-    monkeypatch.setattr(measured_machine, "describe_device", lambda _: {"device": "NVIDIA Z1"})
     assert plan.find_machines(run)[0] is None and plan.time_lines(run)[0].startswith("no seconds: ")
 
 
@@ -212,3 +214,14 @@ def test_an_operations_time_is_a_share_of_a_pass(monkeypatch):
     """Of 16 layers with 35 operations each, and some outside."""
     monkeypatch.setattr(measured_machine, "seconds_of", lambda run: run() and 1.0)
     assert 16 * 35 < 1 / measured_machine.launch_seconds() < 16 * 36
+
+
+def test_a_links_rate_counts_what_the_other_ranks_send(monkeypatch):
+    """After a first gather, five of 16 MiB from each of two others."""
+    times = iter([1.0, 3.0])
+    monkeypatch.setattr(measured_machine.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(measured_machine.distributed, "world_size", lambda: 3)
+    gathered = []
+    monkeypatch.setattr(measured_machine.dist, "all_gather", lambda parts, part: gathered.append(len(parts)))
+    assert measured_machine.link_rate() == 5 * 2 * 2**24 / 2
+    assert gathered == [3] * 6
