@@ -7,8 +7,8 @@
                    all-reduces of a replica's ranks; nothing overlaps
     gathers        the longer of both links' transfers, and the hops of a ring for each matrix
 
-Left out: Adam on a GPU machine's CPU, advantages, the exchange of rows, rewards that are not models, waits
-for other ranks. Every response has full length, as in the other plans.
+Left out: Adam on a GPU machine's CPU, the reference's pass before DPO and KTO, advantages, the exchange of
+rows, rewards that are not models, waits for other ranks. Every response has full length, as in the other plans.
 """
 
 import math
@@ -23,7 +23,7 @@ from common.models.model_flops import ModelFlops
 from tools.machines import Machines
 from tools.memory_plan import held_in_states
 from tools.planned_run import PlannedModel, Role, Run
-from tools.traced_layers import trace_activations
+from tools.traced_layers import Moved, trace_activations
 from tools.traffic_plan import Phase, gathers_of_pass, plan_traffic, scoring_passes
 
 # How good the seconds are: tests/unit/published_runs.json, which a test compares with this text.
@@ -42,7 +42,7 @@ GATHER_LAUNCHES = 25
 # torch's attention over packed rows takes the host 341 microseconds with its backward pass, of 16 for other
 # operations (docs/performance.md).
 ATTENTION_LAUNCHES = 20
-ADAPTER_LAUNCHES = 13  # PEFT's operations around an adapted matrix, forward and backward
+ADAPTER_LAUNCHES = 5  # PEFT's operations around an adapted matrix, each time
 
 
 @dataclass
@@ -116,13 +116,15 @@ def flops_of(model: PlannedModel) -> ModelFlops:
     return ModelFlops(model.module, model.head)
 
 
-def count_passed(run: Run) -> tuple[int, float]:
-    """Sequences of a rank's scoring in a step, or of its training in an epoch, and their computed tokens: a
-    group's prompt counts once.
+def count_passed(run: Run) -> tuple[int, float, float]:
+    """Sequences of a rank's scoring in a step, or of its training in an epoch; their computed tokens, where a
+    group's prompt counts once; their scored tokens.
     """
     if run.actor:
-        return run.num_samples, run.count_tokens(run.num_samples)
-    return run.sequences_per_update, run.sequences_per_update * run.length
+        scored = run.num_samples * run.args.max_answer_seq_len
+        return run.num_samples, run.count_tokens(run.num_samples), scored
+    num_tokens = run.sequences_per_update * run.length
+    return run.sequences_per_update, num_tokens, num_tokens
 
 
 def num_updates(run: Run) -> float:
@@ -130,23 +132,30 @@ def num_updates(run: Run) -> float:
     return run.args.ppo_epochs * run.num_samples / run.sequences_per_update if run.actor else 1
 
 
+def num_epochs(run: Run, *, is_training: bool) -> int:
+    """Passes over the samples of a step."""
+    return run.args.ppo_epochs if run.actor and is_training else 1
+
+
+def times_through(role: Role, *, is_training: bool) -> int:
+    """Times that a pass goes through the layers: forward, recomputed, backward."""
+    return 1 + is_training + (is_training and role.is_checkpointed)
+
+
 def _pass_arithmetic(run: Run, role: Role, machines: Machines, *, is_training: bool) -> float:
     """Seconds of a rank's products in a step's scoring, or in its training over all epochs.
 
     Attention kernels compute only the pairs of a token and an earlier one.
     """
-    args = run.args
     flops = flops_of(role.model)
-    rows, num_tokens = count_passed(run)
-    num_scored = rows * args.max_answer_seq_len if run.actor else num_tokens
+    rows, num_tokens, num_scored = count_passed(run)
     pairs = rows * run.length**2 / 2
     of_attention = flops.of_pass(0, pairs, 0, is_training=is_training)
     of_matrices = flops.of_pass(num_tokens, 0, num_scored, is_training=is_training)
-    if is_training and role.is_checkpointed:
+    if times_through(role, is_training=is_training) == 3:
         of_attention += flops.of_pass(0, pairs, 0, is_training=False)
         of_matrices += flops.of_pass(num_tokens, 0, 0, is_training=False)
-    epochs = args.ppo_epochs if run.actor and is_training else 1
-    return epochs * _product_seconds(of_matrices, of_attention, machines)
+    return num_epochs(run, is_training=is_training) * _product_seconds(of_matrices, of_attention, machines)
 
 
 def _product_seconds(of_matrices: float, of_attention: float, machines: Machines) -> float:
@@ -160,27 +169,32 @@ def _pass_bytes(run: Run, role: Role, *, is_training: bool) -> float:
     the products of layers and heads, of adapters, and of gradients and optimizer states.
     """
     model = role.model
-    args = run.args
     b = run.num_bytes
-    rows, num_tokens = count_passed(run)
-    traced = trace_activations(model, args.dtype, run.length)
-    num_scored = rows * args.max_answer_seq_len if run.actor else num_tokens
-    num_logits = num_scored * model.head.weight.shape[0]
-    # A product of an adapter is scaled and added: five times the width of what the matrix reads or makes.
-    of_adapters = 5 * b * num_tokens * model.num_trained / role.spec.flags.lora_dim if has_lora(role) else 0
+    _, num_tokens, num_scored = count_passed(run)
+    turns = times_through(role, is_training=is_training)
+    of_token = _layer(run, role, is_training=is_training).num_bytes * model.num_layers / run.length
+    if has_lora(
+        role
+    ):  # a product is scaled and added: five times the width of what its matrix reads or makes
+        of_token += turns * 5 * b * model.num_trained / role.spec.flags.lora_dim
     # A logit is written, and read to be normalised in fp32.
-    of_layers = traced.forward.num_bytes
-    num_bytes = num_tokens / run.length * model.num_layers * of_layers + of_adapters + num_logits * (b + 8)
+    of_logits = (1 + is_training) * num_scored * model.head.weight.shape[0] * (b + 8)
+    num_bytes = num_epochs(run, is_training=is_training) * (num_tokens * of_token + of_logits)
     if not is_training:
         return num_bytes
-    of_layers = traced.training.num_bytes + (traced.forward.num_bytes if role.is_checkpointed else 0)
-    num_bytes = num_tokens / run.length * model.num_layers * of_layers
-    num_bytes += (3 if role.is_checkpointed else 2) * of_adapters + 2 * num_logits * (b + 8)
-    epochs = args.ppo_epochs if run.actor else 1
-    updates = num_updates(run)
     # Each pass writes gradients, then copies or adds them to those of earlier passes.
-    of_gradients = 3 * b * model.num_trained * updates * run.num_micro_batches
-    return num_bytes * epochs + of_gradients + updates * _optimizer_bytes(run, role)
+    of_gradients = 3 * b * model.num_trained * run.num_micro_batches
+    return num_bytes + num_updates(run) * (of_gradients + _optimizer_bytes(run, role))
+
+
+def _layer(run: Run, role: Role, *, is_training: bool) -> Moved:
+    """What a layer moves in a pass, recomputed or not."""
+    traced = trace_activations(role.model, run.args.dtype, run.length)
+    if not is_training:
+        return traced.forward
+    if not role.is_checkpointed:
+        return traced.training
+    return Moved(*map(sum, zip(traced.training, traced.forward, strict=True)))
 
 
 def has_lora(role: Role) -> bool:
@@ -200,19 +214,15 @@ def _optimizer_bytes(run: Run, role: Role) -> float:
 
 def _pass_launches(run: Run, role: Role, *, is_training: bool) -> float:
     """Operations that the host starts in a step's scoring or training."""
-    model = role.model
-    traced = trace_activations(model, run.args.dtype, run.length)
-    num_adapted = sum(p.requires_grad for p in model.module.parameters()) / 2 if has_lora(role) else 0
-    of_gathers = GATHER_LAUNCHES * count_matrices(role) if role.is_sharded else 0
+    num_gradients = sum(p.requires_grad for p in role.model.module.parameters())
+    of_turn = GATHER_LAUNCHES * count_matrices(role) * role.is_sharded
+    of_turn += ADAPTER_LAUNCHES * num_gradients / 2 * has_lora(role)
+    of_pass = role.model.num_layers * _layer(run, role, is_training=is_training).launches
+    of_pass += times_through(role, is_training=is_training) * of_turn
     if not is_training:
-        of_pass = model.num_layers * traced.forward.launches + num_adapted * ADAPTER_LAUNCHES / 3
-        of_pass += of_gathers
         return of_pass * scoring_passes(run)
-    of_layer = traced.training.launches + (traced.forward.launches if role.is_checkpointed else 0)
-    of_layer += 0 if run.is_cpu else ATTENTION_LAUNCHES
-    num_gradients = sum(p.requires_grad for p in model.module.parameters())
-    of_pass = model.num_layers * of_layer + num_gradients * GRADIENT_LAUNCHES + num_adapted * ADAPTER_LAUNCHES
-    of_pass += (3 if role.is_checkpointed else 2) * of_gathers
+    of_pass += role.model.num_layers * ATTENTION_LAUNCHES * (not run.is_cpu)
+    of_pass += num_gradients * GRADIENT_LAUNCHES
     return num_updates(run) * (run.num_micro_batches * of_pass + STEP_LAUNCHES)
 
 

@@ -153,7 +153,7 @@ def test_adapters_take_launches_and_bytes(traced):
     adapters = 2 * 5 * 2 * 256 * num_trained / 4
     logits = 2 * 256 * 32000 * (2 + 8)
     assert time.memory == pytest.approx((2 * 32 * 4000 + adapters + logits + (6 + 30) * num_trained) / 1e9)
-    assert time.kernels == pytest.approx(0.01 * (32 * 50 + 6 * 2 * 7 * 32 + 13 * 7 * 32 + 113))
+    assert time.kernels == pytest.approx(0.01 * (32 * 50 + 6 * 2 * 7 * 32 + 2 * 5 * 7 * 32 + 113))
 
 
 def test_scores_of_the_reference(traced):
