@@ -8,7 +8,7 @@
     gathers        the longer of both links' transfers, and the hops of a ring for each matrix
 
 Left out: Adam on a GPU machine's CPU, the reference's pass before DPO and KTO, advantages, the exchange of
-rows, rewards that are not models, waits for other ranks. Every response has full length, as in the other plans.
+rows, rewards that are not models, waits for other ranks. Every response has full length, as in other plans.
 """
 
 import math
