@@ -111,7 +111,9 @@ def machines_here(measured: dict[str, Any], dtype: str) -> Machines:
 
 
 def seconds_of(run: Callable[[], Any]) -> float:
-    """Seconds of a call, the median of those that fit into SECONDS, and at least three after the first."""
+    """Seconds of the fastest call of those that fit into SECONDS, and of at least three after the first:
+    other programs slow down the rest.
+    """
     wait = torch.cuda.synchronize if distributed.has_gpu() else lambda: None
     run()
     wait()
@@ -122,7 +124,7 @@ def seconds_of(run: Callable[[], Any]) -> float:
         run()
         wait()
         took.append(time.perf_counter() - started)
-    return sorted(took)[len(took) // 2]
+    return min(took)
 
 
 def on_device(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -219,7 +219,7 @@ def find_machines(run: Run) -> tuple[Machines | None, str]:
         measured, reason = read_measures(args.gpu, args.num_gpus)
         if measured:
             date, threads = measured["date"], measured["threads"]
-            source = f"this machine as measured on {date}, with {threads} threads a rank"
+            source = f"this machine as measured on {date}, threads per rank: {threads}"
             return machines_here(measured, args.dtype), source
     return machines_of_kind(kind_of(args.gpu) or args.gpu, args.dtype), reason
 
@@ -242,6 +242,7 @@ def time_lines(run: Run) -> list[str]:
 
 def measure() -> None:
     """Measure this machine for later plans, and print its rates. Exits with 1 if they cannot be written."""
+    startup.keep_freed_memory()  # as the steps do
     distributed.start()
     is_main = distributed.is_main()
     distributed.print_once("measuring this machine: at most a minute")
