@@ -27,10 +27,10 @@ def word_sum(tensor: torch.Tensor, *, weighs_positions: bool = False) -> torch.T
 
 
 def total_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Norm (fp32) of floats or sum (int64) of integers, a scalar on the tensor's device."""
+    """Norm (fp32 or better) of floats or sum (int64) of integers, a scalar on the tensor's device."""
     tensor = tensor.detach()
-    if tensor.is_floating_point():
-        return torch.linalg.vector_norm(tensor.float())
+    if tensor.is_floating_point():  # without a copy of 16-bit ones
+        return torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
     return tensor.sum(dtype=torch.int64)
 
 

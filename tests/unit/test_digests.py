@@ -46,6 +46,7 @@ def test_any_flipped_bit_and_any_exchange_changes_the_sum():
 def test_totals_are_norms_and_sums():
     assert total_of(torch.tensor([3.0, -4.0])).item() == 5.0
     assert total_of(torch.tensor([3.0, -4.0], dtype=torch.bfloat16)).item() == 5.0
+    assert total_of(torch.tensor([3e-300, 4e-300], dtype=torch.float64)).item() == pytest.approx(5e-300)
     assert total_of(torch.tensor([200, 100], dtype=torch.uint8)).item() == 300
     assert total_of(torch.tensor([True, True])).item() == 2
 
