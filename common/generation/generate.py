@@ -16,6 +16,7 @@ from torch import nn
 
 from common.generation.decode import DecodeGraphs, DecodeState, DecodeStep, SamplingOptions
 from common.generation.kv_cache import PADDING_WORTH_A_PASS, Admission, SlotCache, SlotSchedule
+from common.models import exact
 from common.ranks import passes
 from common.ranks.passes import PassProgress
 
@@ -117,7 +118,7 @@ class Generator:
             num_samples=batch.num_samples,
             num_slots=num_slots,
             max_tokens_per_pass=PREFILL_TOKENS,
-            max_padding_per_pass=PADDING_WORTH_A_PASS[device.type],
+            max_padding_per_pass=PADDING_WORTH_A_PASS[device.type] * (not exact.is_on()),
         )
         length = max(max(lengths) + options.max_new_tokens, self.max_length)
         # Inference mode is 10% faster on a CPU; DeepSpeed's gathering hooks do not run in it.

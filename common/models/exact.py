@@ -2,7 +2,8 @@
 
 Every product has ROWS rows, and attention ROWS queries over one number of keys, both filled up with zeros: a
 kernel always gets the same shapes, and each of its rows is the same function of its own inputs. So sampler
-and trainer are equal to the bit, with any number of slots and ranks.
+and trainer are equal to the bit, with any number of slots and ranks. A key keeps its place, too: prompts of
+unequal lengths are not padded into one pass, since sums over shifted keys are rounded otherwise.
 
 # n sequences, T queries, S keys, L keys that are computed, H heads of queries or of keys, D their width
 """

@@ -12,7 +12,7 @@ from common.models.loading import ModelOptions, load_causal_lm
 from common.models.model_inputs import build_model_inputs
 from common.models.policy_model import PolicyModel
 
-NUM, PROMPT, ANSWER = 6, 20, 23
+NUM, PROMPT, ANSWER = 6, 100, 23
 FAMILIES = ["llama", "qwen2", "opt", "gpt2", "mistral_window", "gpt_neox"]
 
 
@@ -74,7 +74,7 @@ def gap(model, num_slots, is_packed):
     ids = torch.randint(3, 300, (NUM, PROMPT), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids, dtype=torch.bool)
     for row in range(NUM):
-        mask[row, : 3 * row] = False
+        mask[row, : 7 * row] = False
     options = SamplingOptions(ANSWER, stop_token_id=-1, pad_token_id=0)
     generator = Generator(share_weights(model), num_slots=num_slots)
     sampled = generator.generate(PromptBatch(ids, mask, torch.arange(NUM)), options)
@@ -128,6 +128,7 @@ def test_a_model_with_an_attention_of_its_own_is_refused(tiny_model_folder):
 
 
 def test_more_keys_than_it_was_set_up_for_are_an_error():
+    exact.use(40)
     states = [torch.zeros(1, 1, 65, 8) for _ in range(3)]
     with pytest.raises(AssertionError, match="65 keys, but --exact was set up for 64"):
         exact.attend(*states, exact.seen_keys(None, 65, 65, torch.device("cpu")))
