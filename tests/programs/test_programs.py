@@ -24,6 +24,7 @@ ALWAYS = {
     "args.json",
     "config.yaml",
     "metrics.jsonl",
+    "digests.jsonl",
     "finished.json",
     "report.html",
     "run.json",
