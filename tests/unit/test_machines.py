@@ -24,6 +24,8 @@ SFT = ("--stage", "1", "--model_name_or_path", LLAMA_7B)
 def measures(tmp_path, monkeypatch) -> Path:
     """A cache folder of a user without measurements, and a machine that is measured in no time."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("start", "stop"):  # of the group that other tests of this process share
+        monkeypatch.setattr(plan.distributed, name, lambda: None)
     for kind in ("", "attention_"):
         of_dtype = {DTYPES[name]: RATES[kind + name] for name in ("fp32", "bf16")}
         monkeypatch.setattr(measured_machine, f"{kind or 'product_'}rate", of_dtype.__getitem__)
