@@ -43,8 +43,8 @@ class DigestLog:
                 DIGESTS.add_tensors(f"state of {name}", slices, without_total=":exp_avg")
                 if hasattr(part, "engine"):
                     parameters = part.engine.module.named_parameters()
-                    weights = ((n, local_shard(p)) for n, p in parameters if p.requires_grad)
-                    half = ((n, shard) for n, shard in weights if shard.element_size() == 2)
+                    half = ((n, p) for n, p in parameters if p.requires_grad and p.element_size() == 2)
+                    half = ((n, local_shard(p)) for n, p in half)
                     DIGESTS.add_tensors(f"16-bit weights of {name}", half)
             known = set(self.names.values())
             phases = {phase: self._pack(entries) for phase, entries in DIGESTS.read().items()}
