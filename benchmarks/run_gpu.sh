@@ -27,7 +27,7 @@ stage() {
 }
 
 # shellcheck source=training_scripts/setup_env.sh
-source training_scripts/setup_env.sh requirements-dev.txt || echo "run_gpu.sh: goes on with the packages that are here"
+source training_scripts/setup_env.sh requirements-dev.txt || echo "run_gpu.sh: continues with the installed packages"
 export HF_HUB_OFFLINE=1
 python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
     echo "run_gpu.sh: torch sees no CUDA device here; python -m tools.doctor says why" >&2

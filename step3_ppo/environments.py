@@ -71,12 +71,10 @@ def import_environment(target: str) -> type:
         inspect.signature(kind).bind()
     except TypeError as error:
         raise ValueError(f"{flag}: {name}() must not require arguments ({error})") from error
-    max_turns = getattr(kind, "max_turns", DEFAULT_MAX_TURNS)
-    if not isinstance(max_turns, int) or max_turns < 1:
-        raise ValueError(f"{flag}: {name}.max_turns {max_turns!r} must be a whole number of at least 1")
-    num_threads = getattr(kind, "num_threads", 1)
-    if not isinstance(num_threads, int) or num_threads < 1:
-        raise ValueError(f"{flag}: {name}.num_threads {num_threads!r} must be a whole number of at least 1")
+    for limit in ("max_turns", "num_threads"):
+        number = getattr(kind, limit, 1)
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"{flag}: {name}.{limit} {number!r} must be a whole number of at least 1")
     return kind
 
 
@@ -154,9 +152,11 @@ class Environments:
         started = time.monotonic()
         asked = [(conversations[number], token_ids) for number, token_ids in ended]
         num_threads = getattr(self.kind, "num_threads", 1)
-        with ThreadPoolExecutor(num_threads) as pool:
-            apply = pool.map if num_threads > 1 else map  # what one thread opened, another may not use
-            answers = [*apply(lambda pair: self._answer(*pair), asked)]
+        if num_threads == 1:  # in this thread: what one thread has opened, another may not use
+            answers = [self._answer(*pair) for pair in asked]
+        else:
+            with ThreadPoolExecutor(num_threads) as pool:
+                answers = list(pool.map(lambda pair: self._answer(*pair), asked))
         COSTS.move(time.monotonic() - started, "generate", KIND)
         return answers
 

@@ -111,9 +111,8 @@ def check_sft(words: list[str]) -> Iterator[Line]:
     yield check_ends(learned, start.template, data, args)
     rows = sorted((row for row in rows if any(row["loss_mask"])), key=lambda row: -len(row["input_ids"]))
     by_context = {tuple(context_of(row)): row for row in rows}
-    rows = list(by_context.values())[
-        -NUM_FITTED:
-    ]  # short ones of different prompts: their loss can fall to 0
+    # Short rows of different prompts: their loss can fall to 0.
+    rows = list(by_context.values())[-NUM_FITTED:]
     model = training_loop.load_policy(args, start.ds_config, num_token_ids(start.tokenizer), dropout=0.0)
     trainer = single_model.build_trainer(SFTTrainer, start, model, 1)
     yield fit_rows(trainer, collate_sft(rows), FITTED_LOSS)

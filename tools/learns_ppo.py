@@ -120,13 +120,8 @@ def check_groups(batch: PackedBatch, scores: Scorer) -> Line:
     is_constant = constant_groups(batch.numbers("scores"), groups, has_score)
     num_groups = len(groups.unique())
     count = len(groups[~is_constant].unique())
-    texts = set(
-        zip(
-            groups.tolist(),
-            map(lambda ids: tuple(ids.tolist()), batch.sequences("response_ids")),
-            strict=True,
-        )
-    )
+    responses = [tuple(ids.tolist()) for ids in batch.sequences("response_ids")]
+    texts = set(zip(groups.tolist(), responses, strict=True))
     cure = f"different responses have the same score, {float(batch.numbers('scores')[0]):g}: --reward"
     if not has_score.all():
         cure = f"--reward fails for {int((~has_score).sum())} responses: {scores.first_failure}"

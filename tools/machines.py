@@ -31,11 +31,8 @@ class Machines(NamedTuple):
     reads: float = 0.0  # bytes of weights per second that a token step reads, as reached
     layer_seconds: float = 75e-6  # per layer of a token step by CUDA graph, besides memory reads
     launch_seconds: float = 16e-6  # an operation's start, without a graph
-    ring: tuple[float, float, float] = (
-        14e-6,
-        1.9e-6,
-        4.0e-6,
-    )  # of a gather: start, hop inside, between
+    # Of a gather: start, hop inside a machine, hop between machines.
+    ring: tuple[float, float, float] = (14e-6, 1.9e-6, 4.0e-6)
     tree: tuple[float, float, float] = (14e-6, 1.25e-6, 8.5e-6)  # of a small all-reduce, in the same order
     is_cpu: bool = False  # nothing overlaps: the launching thread computes too
 

@@ -71,7 +71,7 @@ def measure_machine() -> dict[str, Any]:
 
 
 def read_measures(device: str, num_ranks: int) -> tuple[dict[str, Any], str]:
-    """The measurement of this machine's device; {} with a reason if there is none, or none that holds."""
+    """The measurement of this machine's device and "", or {} and the reason if there is no valid one."""
     path = file_of_measures()
     cure = "python -m tools.plan --measure"
     try:

@@ -182,9 +182,9 @@ def compare(
         if lines:
             print(f"step {step}: {lines[0]}", *lines[1:], sep="\n")
             return False
-    how = {None: "bit for bit"}.get(bound, f"within {bound}")
+    precision = {None: "bit for bit"}.get(bound, f"within {bound}")
     num_phases = sum(len(rank) for step in steps for rank in before[step])
-    print(f"equal {how}: steps {steps[0]} to {steps[-1]}, {num_phases} phases")
+    print(f"equal {precision}: steps {steps[0]} to {steps[-1]}, {num_phases} phases")
     return True
 
 
@@ -270,9 +270,9 @@ def make_steps(command: list[str], scratch: Path, until: int, num_threads: int) 
             time.sleep(POLL_SECONDS)
     finally:
         if process.poll() is None:
-            for one in (*process.children(recursive=True), process):  # ranks have sessions of their own
+            for member in (*process.children(recursive=True), process):  # each rank has its own session
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    one.kill()
+                    member.kill()
             process.wait()
 
 

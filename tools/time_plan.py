@@ -173,9 +173,8 @@ def _pass_bytes(run: Run, role: Role, *, is_training: bool) -> float:
     _, num_tokens, num_scored = count_passed(run)
     turns = times_through(role, is_training=is_training)
     of_token = _layer(run, role, is_training=is_training).num_bytes * model.num_layers / run.length
-    if has_lora(
-        role
-    ):  # a product is scaled and added: five times the width of what its matrix reads or makes
+    if has_lora(role):
+        # A product is scaled and added: five times the width of what its matrix reads or makes.
         of_token += turns * 5 * b * model.num_trained / role.spec.flags.lora_dim
     # A logit is written, and read to be normalised in fp32.
     of_logits = (1 + is_training) * num_scored * model.head.weight.shape[0] * (b + 8)

@@ -67,12 +67,12 @@ ANCHOR_SECONDS = 92.8
 DOUBTS: dict[str, dict[str, Any]] = {
     "as assumed": {},
     "kernels start in no time": {"layer_seconds": 0.0},
-    "memory and links as on data sheets": {"memory_share": 1.0, "reads": 3.35e12, "link_share": 1.0},
+    "memory and links as on data sheets": {"memory_share": 1.0, "reads": H100.memory, "link_share": 1.0},
     "rings of NCCL's Simple protocol": {"ring": (8.4e-6, 3.4e-6, 14e-6)},
     "all of it": {
         "layer_seconds": 0.0,
         "memory_share": 1.0,
-        "reads": 3.35e12,
+        "reads": H100.memory,
         "link_share": 1.0,
         "ring": (8.4e-6, 3.4e-6, 14e-6),
     },

@@ -118,7 +118,9 @@ def choose_attention(model_class: Any, config: Any, dtype: str) -> str | None:
     takes_own = takes_own_kernels(model_class, config)
     if exact.is_on():
         if not takes_own:
-            raise ValueError(f"--exact: {config.model_type} has an attention of its own; leave the flag out")
+            raise ValueError(
+                f"--exact does not support the attention of {config.model_type}; leave the flag out"
+            )
         return VARLEN_ATTENTION
     if not distributed.has_gpu():
         return VARLEN_ATTENTION if takes_own else None

@@ -1,9 +1,10 @@
 """Products and attention whose result for a token does not depend on what is computed beside it: --exact.
 
-Every product has ROWS rows, and attention ROWS queries over one number of keys, both filled up with zeros: a
-kernel always gets the same shapes, and each of its rows is the same function of its own inputs. So sampler
-and trainer are equal to the bit, with any number of slots and ranks. A key keeps its place, too: prompts of
-unequal lengths are not padded into one pass, since sums over shifted keys are rounded otherwise.
+Every product has ROWS rows, and attention has ROWS queries over a fixed number of keys; zeros fill up the
+rest. A kernel then always gets the same shapes, and each row of its result depends on that row's inputs only.
+This makes sampler and trainer equal to the bit, for any number of slots and ranks. Prompts of unequal lengths
+are not padded into one pass: padding would shift their keys, and sums over shifted keys are rounded
+differently.
 
 # n sequences, T queries, S keys, L keys that are computed, H heads of queries or of keys, D their width
 """
@@ -14,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 ROWS = 32
 _plain_linear = F.linear
+_plain_conv1d = Conv1D.forward
 _num_keys = 0  # 0: off
 
 
@@ -41,9 +43,6 @@ def linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 def _forward_of_conv1d(module: Conv1D, hidden: torch.Tensor) -> torch.Tensor:
     return linear(hidden, module.weight.T, module.bias)
-
-
-_plain_conv1d = Conv1D.forward
 
 
 def attend(

@@ -269,7 +269,7 @@ def enter(start: Start) -> StageData | None:
     if args.deterministic:
         _make_deterministic()
     if distributed.has_gpu():
-        choose_products(args.tf32, distributed.dtype_name(args.dtype))
+        choose_tf32(args.tf32, distributed.dtype_name(args.dtype))
     distributed.start(args.local_rank, args.collective_timeout)
     transformers.set_seed(args.seed % 2**32)  # equal on all ranks, for equal new weights
     with as_problem(start.problems), watchdog.phase("the preparation of the data"):
@@ -293,7 +293,7 @@ def enter(start: Start) -> StageData | None:
     return None
 
 
-def choose_products(tf32: str, dtype: str) -> None:
+def choose_tf32(tf32: str, dtype: str) -> None:
     """Let a GPU compute fp32 matrix products in TF32 or not, see --tf32; print a note if it may."""
     is_used = tf32 == "true" or (tf32 == "auto" and dtype != "fp32")
     torch.backends.cuda.matmul.allow_tf32 = is_used

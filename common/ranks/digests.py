@@ -5,8 +5,8 @@ changed bit changes it. In a batch each word is multiplied by its odd position, 
 too. Its total, the norm of floats or the sum of integers, also compares runs on different numbers of ranks.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -71,13 +71,14 @@ class StepDigests:
 
     def read(self) -> dict[str, dict[str, Entry]]:
         """The phases so far, with numbers in place of tensors; the host waits for a device once per dtype."""
-        entries = [entry for phase in self.phases.values() for entry in phase.values()]
-        places = [(entry, index) for entry in entries for index in (0, 1) if torch.is_tensor(entry[index])]
-        kind_of = lambda place: str((place[0][place[1]].dtype, place[0][place[1]].device))  # noqa: E731
-        for _, group in groupby(sorted(places, key=kind_of), kind_of):
-            alike = list(group)
-            values = torch.stack([entry[index] for entry, index in alike]).tolist()
-            for (entry, index), value in zip(alike, values, strict=True):
+        alike: dict[tuple[Any, ...], list[tuple[Entry, int]]] = defaultdict(list)
+        for entry in (entry for phase in self.phases.values() for entry in phase.values()):
+            for index, value in enumerate(entry):
+                if isinstance(value, torch.Tensor):
+                    alike[value.dtype, value.device].append((entry, index))
+        for places in alike.values():
+            values = torch.stack([entry[index] for entry, index in places]).tolist()
+            for (entry, index), value in zip(places, values, strict=True):
                 entry[index] = value
         return self.phases
 

@@ -43,8 +43,11 @@ class DigestLog:
                 DIGESTS.add_tensors(f"state of {name}", slices, without_total=":exp_avg")
                 if hasattr(part, "engine"):
                     parameters = part.engine.module.named_parameters()
-                    half = ((n, p) for n, p in parameters if p.requires_grad and p.element_size() == 2)
-                    half = ((n, local_shard(p)) for n, p in half)
+                    half = (
+                        (parameter_name, local_shard(parameter))
+                        for parameter_name, parameter in parameters
+                        if parameter.requires_grad and parameter.element_size() == 2
+                    )
                     DIGESTS.add_tensors(f"16-bit weights of {name}", half)
             known = set(self.names.values())
             phases = {phase: self._pack(entries) for phase, entries in DIGESTS.read().items()}

@@ -26,7 +26,7 @@ from common.programs.startup import (
     check_device,
     check_environment,
     check_run,
-    choose_products,
+    choose_tf32,
 )
 from common.ranks import distributed
 from common.ranks.deepspeed_internals import DEEPSPEED
@@ -257,7 +257,7 @@ def test_tf32_is_for_runs_that_are_not_in_fp32(
 ):
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace())
     with pretended_gpu(capability):
-        choose_products(tf32, dtype)
+        choose_tf32(tf32, dtype)
     assert torch.backends.cuda.matmul.allow_tf32 == is_used
     assert ("TF32" in capsys.readouterr().err) == is_said
 
