@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.flags.args import Problems, flag, parse_args
+from common.flags.groups import AUTO_FLAGS
 from common.flags.problems import has_hub_form
 from common.flags.streams import run_tool
 from common.runs.run_files import REPORT, STOPPED
 from tools import step_flags
-from training_scripts.launch_table import DEPLOYMENTS, STEPS, find_script, run_flags, script_flags
+from training_scripts.launch_table import DEPLOYMENTS, STEPS, find_script, run_flags, script_flags, without
 
 ROOT = Path(__file__).resolve().parent
 # Exit code of the programs for rejected flags.
@@ -36,6 +37,8 @@ BAD_INPUT = 2
 # DeepSpeed-Chat's model names are sizes of OPT.
 SIZES = {s: f"facebook/opt-{s}" for s in ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")}
 RUN = "training_scripts/run.sh"  # for a model without its own script
+# Flags of a script that --auto replaces, and the models, which run.sh sets.
+NOT_WITH_AUTO = {*AUTO_FLAGS, "model_name_or_path", "actor_model_name_or_path", "critic_model_name_or_path"}
 NAMES = {1: "sft", 2: "reward", 3: "ppo"}  # of the steps, in run.sh and our flags
 PARTS = {NAMES[step]: flags for step, flags in step_flags.STEPS.items()}  # of a --config file
 
@@ -68,6 +71,11 @@ class TrainArguments:
     sft_flags: str = flag("", "additional flags for step 1, as in --sft-flags='--lora_dim 8 --packed'")
     reward_flags: str = flag("", "additional flags for step 2")
     ppo_flags: str = flag("", "additional flags for step 3")
+    auto: bool = flag(
+        False,
+        "choose each step's flags of memory and speed by the plan, in place of the script's; see --auto of "
+        "the steps",
+    )
     no_plan: bool = flag(
         False, "skip the memory plan and start even if the models would not fit this machine's GPUs"
     )
@@ -174,6 +182,9 @@ def build_launch(args: TrainArguments, step: int) -> Launch:
         variables["ACTOR_MODEL"] = str(step_folder(args, 1) / "export")
         variables["CRITIC_MODEL"] = str(step_folder(args, 2) / "export")
         stages = {"--actor_zero_stage": actor_stage, "--critic_zero_stage": reward_stage}
+    if args.auto:
+        words = [RUN, NAMES[step], model, args.deployment_type, "--auto"]
+        words += without(script_flags(script, variables), NOT_WITH_AUTO) if script else []
     # The user's flags come last and take precedence.
     words += ["--data_path", *args.data_path] if args.data_path else []
     words += [word for flag_name, stage in stages.items() if stage for word in (flag_name, stage)]
@@ -191,7 +202,7 @@ def plan_words(args: TrainArguments, step: int) -> list[str]:
     actor, reward = args.actor_model, args.reward_model
     models = {"MODEL": reward if step == 2 else actor, "ACTOR_MODEL": actor, "CRITIC_MODEL": reward}
     if script == RUN:
-        flags = run_flags(*words[:3], models)
+        flags = without(run_flags(*words[:3], models), AUTO_FLAGS if args.auto else ())
         words = words[3:]
     else:
         flags = script_flags(ROOT / script, launch.variables | models)

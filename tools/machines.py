@@ -77,3 +77,15 @@ def machines_of_kind(kind: str, dtype: str = "bf16") -> Machines | None:
     share = card.arithmetic_share * SHAPES_SHARE
     reads = card.memory * card.memory_share
     return card._replace(flops=1e12 * tflops, arithmetic_share=share, reads=reads)
+
+
+# A process on two cores of a CPU that is not measured: near enough to compare flags, not to tell seconds.
+CPU = CARDS["l4-24g"]._replace(
+    flops=1e11,
+    arithmetic_share=0.7,
+    attention_share=0.3,
+    memory=2e10,
+    reads=2e10,
+    launch_seconds=8e-6,
+    is_cpu=True,
+)

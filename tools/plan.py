@@ -11,12 +11,11 @@ exit code is 2 if the run does not fit, and 0 after a one-line note if it cannot
 
 import contextlib
 import json
-import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from common.flags.args import Problems, begin_tool
 from tools.step_flags import STEP_NAMES, THIS_MACHINE, PlanArguments, parse_step_args
@@ -28,12 +27,13 @@ import psutil
 import torch
 
 from common.flags.streams import run_tool
-from common.generation.tp_plans import working_tp_sizes
 from common.programs import startup
 from common.ranks import distributed
 from common.ranks.devices import kind_of
 from common.ranks.failures import first_line
-from tools.machines import CARDS, Machines, machines_of_kind
+from common.runs.durable_files import write_file
+from tools.auto_plan import as_flags, choose, describe, has_adapters, suggest
+from tools.machines import CARDS, CPU, Machines, machines_of_kind
 from tools.measured_machine import file_of_measures, machines_here, measure_machine, read_measures
 from tools.memory_plan import TRAINING, Holdings, MemoryPlan
 from tools.planned_run import Run, build_run, read_models, read_run
@@ -55,8 +55,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.gpu == THIS_MACHINE:
         return plan_start(args, problems)
     run = read_run(args, problems)
+    chosen: list[list[str]] = []
+    if args.auto:
+        run, _, lines = choose_flags(run, problems)
+        chosen = [lines]
     memory = MemoryPlan(run)
-    sections = [head_lines(run), memory_lines(run, memory), verdict_lines(run, memory), time_lines(run)]
+    sections = [*chosen, head_lines(run), memory_lines(run, memory)]
+    sections += [verdict_lines(run, memory, problems.given), time_lines(run)]
     sections += [traffic_lines(run), assumption_lines(run)]
     print("\n\n".join("\n".join(lines) for lines in sections))
     sys.stdout.flush()
@@ -70,20 +75,28 @@ def plan_start(args: Any, problems: Problems) -> None:
     Nothing else prevents a start: the step itself reports invalid flags better.
     """
     try:
-        args = with_own_gpu(args)
+        uses_cpu = args.auto and not distributed.has_gpu()
+        args = with_own_cpu(args) if uses_cpu else with_own_gpu(args)
         models = read_models(args, problems)
         run = None if problems.messages else build_run(args, models, problems)
         if run is None:
             raise ValueError(problems.messages[0])
+        flags: dict[str, Any] = {}
+        chosen: list[str] = []
+        if args.auto:
+            run, flags, chosen = choose_flags(run, problems)
         memory = MemoryPlan(run)
-        lines = [*head_lines(run)[:1], *memory_lines(run, memory), "", *verdict_lines(run, memory)]
-        lines += ["", *time_lines(run)]
+        if args.json:
+            write_file(Path(args.json), json.dumps({"flags": flags}))
+        lines = [*chosen, *head_lines(run)[:1], *memory_lines(run, memory), ""]
+        lines += [*verdict_lines(run, memory, problems.given), "", *time_lines(run)]
     except Exception as error:  # any error of a model's code or a driver; a step can start without a plan
         print(f"no memory plan: {first_line(error)}", flush=True)
         return
     print("\n".join(lines), flush=True)
     if not memory.fits:
         cure = "apply the change, or start anyway with NO_PLAN=1, or --no_plan of train.py"
+        cure = "apply the change, or leave out --auto" if args.auto else cure
         print(f"error: step {args.stage} was not started; {cure}", file=sys.stderr)
         raise SystemExit(2)
 
@@ -104,6 +117,18 @@ def with_own_gpu(args: Any) -> Any:
         cpu_memory_gib=args.cpu_memory_gib or available_cpu_bytes() / 2**30,
         dtype=distributed.dtype_name(args.dtype),
     )
+
+
+def with_own_cpu(args: Any) -> Any:
+    """The flags with this machine's CPUs, and a rank's share of the memory that is available."""
+    share = available_cpu_bytes() / args.num_gpus / 2**30
+    return replace(args, gpu="cpu", gpu_memory_gib=args.gpu_memory_gib or share)
+
+
+def choose_flags(run: Run, problems: Problems) -> tuple[Run, dict[str, Any], list[str]]:
+    """The run with the flags that --auto chooses, these, and lines that name them."""
+    choice = choose(run, rates_of(run), problems.given)
+    return choice.run, choice.flags, [describe(choice)]
 
 
 def free_bytes(index: int) -> int:
@@ -186,7 +211,7 @@ def item_rows(columns: Sequence[Holdings]) -> list[list[str]]:
     return rows
 
 
-def verdict_lines(run: Run, memory: MemoryPlan) -> list[str]:
+def verdict_lines(run: Run, memory: MemoryPlan, given: Set[str]) -> list[str]:
     """Whether the run fits, and changes that would make it fit."""
     peak = memory.peak
     phase = f"{peak.phase}, {peak.verb}" if peak.verb in TRAINING else f"{peak.phase} {peak.role}".strip()
@@ -198,14 +223,22 @@ def verdict_lines(run: Run, memory: MemoryPlan) -> list[str]:
         needed = max(memory.cpu_peak, memory.loading)
         available = run.args.cpu_memory_gib
         verdict = f"does not fit: a machine needs {gib(needed)} GiB of CPU memory, and has {available:.2f}"
-    changes = find_changes(run)
-    if changes is None:
+    if (choice := suggest(run, rates_of(run), given)) is None:
         return [verdict, "no combination of flags makes it fit: use more GPUs or a smaller model"]
-    left = MemoryPlan(apply(run, changes)).left
-    flags = {name: value for change in changes for name, value in change.flags.items()}
-    argv = [f"--{name}" if value is True else f"--{name} {value}" for name, value in flags.items()]
-    costs = "; ".join(dict.fromkeys(change.cost for change in changes))
-    return [verdict, f"change: {' '.join(argv)}", f"        leaves {gib(left)} GiB; {costs}"]
+    left = MemoryPlan(choice.run).left
+    lines = [verdict, f"change: {as_flags(choice.flags)}"]
+    lines.append(f"        leaves {gib(left)} GiB; a step takes about {choice.seconds:.3g} s")
+    if has_adapters(choice.run) and not has_adapters(run):
+        lines.append("        trains adapters only: different results")
+    return lines
+
+
+def rates_of(run: Run) -> Machines:
+    """The machines of a run; similar ones if their rates are not known, which are good enough to compare
+    flags.
+    """
+    machines, _ = find_machines(run)
+    return machines or (CPU if run.is_cpu else CARDS["a10-24g"])
 
 
 def find_machines(run: Run) -> tuple[Machines | None, str]:
@@ -235,8 +268,6 @@ def time_lines(run: Run) -> list[str]:
     lines = grid([["estimated seconds of a step", "", "mostly"], *rows, ["step", f"{step:.3g}", ""]])
     if hours := hours_of_run(run, step):
         lines.append(f"the run takes {hours:.3g} hours, without evaluation and saving")
-    if any(role.steps_on_cpu for role in run.roles) and not run.is_cpu:
-        lines.append("Adam's step on the CPU is left out")
     return [*lines, f"rates: {source}", f"an estimate: {ACCURACY}"]
 
 
@@ -282,109 +313,6 @@ def assumption_lines(run: Run) -> list[str]:
             "no unsupervised text, no evaluation, no rewards other than models",
         ]
     return ["assumed", *(f"  {line}" for line in lines)]
-
-
-# ---- what to change -------------------------------------------------------------------------------------
-
-
-class Change(NamedTuple):
-    """Flags to set, and their cost."""
-
-    flags: dict[str, Any]
-    cost: str
-
-
-def apply(run: Run, changes: Sequence[Change]) -> Run | None:
-    """The run with the changes applied one after the other; None if the flags exclude each other."""
-    args = run.args
-    for change in changes:
-        args = replace(args, **change.flags)
-    return build_run(args, run.models, Problems())
-
-
-def find_changes(run: Run) -> list[Change] | None:
-    """Changes that together make a run fit, all of them necessary; None if there are none.
-
-    They are applied one after the other, the cheapest first, until the run fits; then unnecessary ones are
-    dropped, the most expensive first.
-    """
-
-    def missing_bytes(changes: Sequence[Change]) -> float:
-        """Bytes that are missing: 0 if the run fits, inf if the flags exclude each other."""
-        changed = apply(run, changes)
-        return math.inf if changed is None else MemoryPlan(changed).lacking
-
-    chosen: list[Change] = []
-    for change in candidate_changes(run):
-        missing = missing_bytes([*chosen, change])
-        if missing < math.inf:
-            chosen.append(change)
-        if missing == 0:
-            break
-    else:
-        return None
-    for change in reversed(chosen):
-        rest = [other for other in chosen if other is not change]
-        chosen = rest if missing_bytes(rest) == 0 else chosen
-    return chosen
-
-
-def candidate_changes(run: Run) -> Iterator[Change]:
-    """Yield possible changes, the cheapest first, each in its mildest variant first."""
-    args = run.args
-    is_ppo = run.args.stage == 3
-    roles = [f"{role.name}_" if is_ppo else "" for role in run.roles if role.spec.is_trained]
-    fewer = "fewer sequences at a time"
-    if is_ppo and args.enable_hybrid_engine:
-        yield Change({"release_inference_cache": True}, "the KV cache is allocated for every rollout")
-    if args.dtype == "fp32" and not run.is_cpu:
-        # A GPU whose default is fp32 does not support bf16; fp16 has a loss scaler.
-        yield Change({"dtype": "fp16"}, "16 bits: less precise, but faster")
-    recompute = {f"{role}gradient_checkpointing": True for role in roles}
-    yield Change(recompute, "a third more arithmetic in training")
-    cap = args.max_tokens_per_micro_batch
-    same_cap: dict[str, Any] = {}  # scoring passes get the training passes' cap
-    if is_ppo and args.max_tokens_per_scoring_pass not in (0, cap):
-        same_cap = {"max_tokens_per_scoring_pass": 0}
-        yield Change(same_cap, "smaller scoring passes")
-    if cap:
-        for n in halvings(cap, run.row_length):
-            yield Change({"max_tokens_per_micro_batch": n} | same_cap, "more and smaller passes")
-    else:
-        name = "per_device_training_batch_size" if is_ppo else "per_device_train_batch_size"
-        yield from _smaller_batches(args, name, "gradient_accumulation_steps", "more and smaller passes")
-    if is_ppo and args.enable_hybrid_engine:
-        for n in halvings(run.num_slots):
-            yield Change({"generation_slots": n}, fewer)
-    elif is_ppo:
-        yield from _smaller_batches(args, "per_device_generation_batch_size", "generation_batches", fewer)
-    for role in run.roles:
-        if not role.spec.is_trained and not role.spec.uses_actor:
-            flag = f"offload_{'reference' if role.name == 'reference' else 'reward'}_model"
-            yield Change({flag: True}, "its weights are copied from the CPU in every step")
-    for stage in (1, 2, 3):
-        if stage > run.roles[0].zero.stage:
-            yield Change({f"{role}zero_stage": stage for role in roles}, "more communication")
-    for offload in ("optimizer", "all"):
-        yield Change({"offload": offload}, "Adam runs on the CPU: slow")
-    for n in working_tp_sizes(run.actor.model.plain) if run.actor else ():
-        if args.inference_tp_size < n <= args.num_gpus:
-            yield Change({"inference_tp_size": n, "enable_hybrid_engine": True}, "tensor-parallel generation")
-    yield Change({f"{role}lora_dim": 64 for role in roles}, "trains adapters only: different results")
-
-
-def _smaller_batches(args: Any, size_flag: str, count_flag: str, cost: str) -> Iterator[Change]:
-    """Yield changes to smaller batches, and correspondingly more of them."""
-    size, count = getattr(args, size_flag), getattr(args, count_flag)
-    for n in halvings(size):
-        yield Change({size_flag: n, count_flag: count * size // n}, cost)
-
-
-def halvings(number: int, minimum: int = 1) -> list[int]:
-    """The number halved repeatedly while it is even, down to `minimum`."""
-    if number % 2 or number // 2 < minimum:
-        return []
-    return [number // 2, *halvings(number // 2, minimum)]
 
 
 if __name__ == "__main__":

@@ -46,6 +46,9 @@ from step3_ppo.rewards.reward_specs import RewardSpec, parse_rewards
 SHAPES = Path(__file__).resolve().parents[1] / "training_scripts/model_shapes.json"  # by hub name
 
 
+cached_cuts = cache(build_cuts)
+
+
 class PlannedModel:
     """A model without weights: `plain` of transformers, and `module`, the same with the adapters of `lora`.
 
@@ -60,9 +63,13 @@ class PlannedModel:
         text = plain.config.get_text_config()
         self.num_layers = text.num_hidden_layers
         self.hidden_size = text.hidden_size
-        self.num_params = sum(p.numel() for p in self.module.parameters())  # tied weights count once
+        named = dict(self.module.named_parameters())  # tied weights count once
+        self.sizes = [p.numel() for p in named.values()]
+        self.matrices = {name: p.numel() for name, p in named.items() if p.dim() > 1}
+        self.num_params = sum(self.sizes)
         self.num_in_backbone = sum(p.numel() for p in backbone_of(plain).parameters())
-        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        trained = {name: p for name, p in named.items() if p.requires_grad}
+        self.num_trained_tensors = len(trained)
         self.num_trained = sum(p.numel() for p in trained.values())
         in_matrices = [p.numel() for name, p in trained.items() if is_hidden_matrix(name, p)]  # for Muon
         self.num_in_matrices = sum(in_matrices)
@@ -88,7 +95,7 @@ class PlannedModel:
         Raises ValueError for a size that does not fit the model.
         """
         try:
-            return build_cuts(self.plain, tp_size)
+            return cached_cuts(self.plain, tp_size)
         except NoPlan:
             return {}
 

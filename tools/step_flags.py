@@ -42,6 +42,7 @@ class PlanArguments(StageArguments):
     gpu_memory_gib: float = flag(0.0, "memory of a GPU; 0: that of --gpu", low=0)
     cpu_memory_gib: float = flag(0.0, "CPU memory of a machine; 0: not known, so not checked", low=0)
     num_rows: int = flag(0, "training rows, for the hours of the run; 0: not known", low=0)
+    json: str = flag("", "file to write the plan to")
     measure: bool = flag(
         False,
         "measure this machine in at most a minute, for the seconds of later plans with --gpu here or cpu; "

@@ -7,7 +7,7 @@
                    all-reduces of a replica's ranks; nothing overlaps
     gathers        the longer of both links' transfers, and the hops of a ring for each matrix
 
-Left out: Adam on a GPU machine's CPU, the reference's pass before DPO and KTO, advantages, the exchange of
+Left out: the reference's pass before DPO and KTO, advantages, the exchange of
 rows, rewards that are not models, waits for other ranks. Every response has full length, as in other plans.
 """
 
@@ -42,6 +42,8 @@ GATHER_LAUNCHES = 25
 # torch's attention over packed rows takes the host 341 microseconds with its backward pass, of 16 for other
 # operations (docs/performance.md).
 ATTENTION_LAUNCHES = 20
+# Weights that DeepSpeed's Adam steps per second on the CPUs of a DGX-2: arXiv:2101.06840, table 4.
+CPU_ADAM_RATE = 3.9e9
 ADAPTER_LAUNCHES = 5  # PEFT's operations around an adapted matrix, each time
 
 
@@ -55,6 +57,7 @@ class PhaseTime:
     links: float = 0.0
     hops: float = 0.0
     host: float = 0.0
+    cpu_adam: float = 0.0  # on a GPU machine's CPU; nothing overlaps it
     is_overlapped: bool = False  # computation, launches and communication overlap
 
     @property
@@ -68,7 +71,7 @@ class PhaseTime:
         if not self.is_overlapped:
             return [self.causes]
         groups = (("arithmetic", "memory"), ("kernels",), ("links", "hops", "host"))
-        return [{name: self.causes[name] for name in names} for names in groups]
+        return [{name: self.causes[name] for name in (*names, "cpu_adam")} for names in groups]
 
     @property
     def seconds(self) -> float:
@@ -102,6 +105,7 @@ def plan_times(run: Run, machines: Machines) -> dict[str, PhaseTime]:
             time.memory = _pass_bytes(run, role, is_training=is_training) / _achieved_memory(machines)
             time.kernels = _pass_launches(run, role, is_training=is_training) * machines.launch_seconds
             time.hops = _gather_hops(run, role, machines, is_training=is_training)
+            time.cpu_adam = _cpu_adam_seconds(run, role) if is_training else 0.0
         times[name] = time
     return times
 
@@ -201,6 +205,14 @@ def has_lora(role: Role) -> bool:
     return bool(role.spec.flags.lora_dim) and role.model.num_trained < role.model.num_params
 
 
+def _cpu_adam_seconds(run: Run, role: Role) -> float:
+    """Seconds of the optimizer steps on the CPU of a GPU machine, which its ranks share."""
+    if run.is_cpu or not role.steps_on_cpu:
+        return 0.0
+    num_stepped = role.model.num_trained / (run.num_ranks if role.zero.stage else 1)
+    return num_updates(run) * run.args.num_gpus * num_stepped / CPU_ADAM_RATE
+
+
 def _optimizer_bytes(run: Run, role: Role) -> float:
     """Bytes of an optimizer step of a rank: states read and written, gradients read for their norm and for
     the step, weights written. None on a GPU machine's CPU.
@@ -213,7 +225,7 @@ def _optimizer_bytes(run: Run, role: Role) -> float:
 
 def _pass_launches(run: Run, role: Role, *, is_training: bool) -> float:
     """Operations that the host starts in a step's scoring or training."""
-    num_gradients = sum(p.requires_grad for p in role.model.module.parameters())
+    num_gradients = role.model.num_trained_tensors
     of_turn = GATHER_LAUNCHES * count_matrices(role) * role.is_sharded
     of_turn += ADAPTER_LAUNCHES * num_gradients / 2 * has_lora(role)
     of_pass = role.model.num_layers * _layer(run, role, is_training=is_training).launches
@@ -246,7 +258,7 @@ def tree_seconds(run: Run, size: int, machines: Machines, stride: int = 1) -> fl
 def count_matrices(role: Role) -> int:
     """Number of weights that ZeRO 3 gathers: those too large to stay whole."""
     threshold = role.zero.param_persistence_threshold
-    return sum(p.numel() > threshold for p in role.model.module.parameters())
+    return sum(size > threshold for size in role.model.sizes)
 
 
 def _gather_hops(run: Run, role: Role, machines: Machines, *, is_training: bool) -> float:

@@ -112,7 +112,7 @@ def gathers_of_pass(role: Role) -> float:
     distance = role.zero.max_reuse_distance
     if not role.is_checkpointed:
         return 2 - min(distance / 2 / size, 1.0)
-    matrices = {name: p.numel() for name, p in role.model.module.named_parameters() if p.dim() > 1}
+    matrices = role.model.matrices
     thrice = 0
     for names in group_by_layers(list(matrices), 1):
         later_elements = 0  # elements of its layer's later weights

@@ -1,7 +1,9 @@
 #!/usr/bin/env python
 """Table of the launch scripts, and the settings of `run.sh` for every other model.
 
-python training_scripts/launch_table.py STEP MODEL MACHINE      prints the flags of run.sh, one word per line
+python training_scripts/launch_table.py STEP MODEL MACHINE [FLAGS]     prints the flags of run.sh, one a line
+
+With --auto in FLAGS those that --auto chooses are left out.
 """
 
 import os
@@ -9,9 +11,14 @@ import re
 import shlex
 import sys
 from collections import namedtuple
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from string import Template
+
+if not __package__:  # run as a script: import from the repository root, not from this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from common.flags.groups import AUTO_FLAGS
 
 FOLDER = Path(__file__).resolve().parent
 TABLE = FOLDER / "models.txt"
@@ -93,6 +100,18 @@ def run_flags(step: str, model: str, machine: str, models: Mapping[str, str]) ->
     return words + step_flags(step, find_row(model, machine))
 
 
+def without(words: Sequence[str], names: Collection[str]) -> list[str]:
+    """The words of a command line without these flags and their values."""
+    kept = []
+    is_left_out = False
+    for word in words:
+        if word.startswith("--"):
+            is_left_out = word.removeprefix("--") in names
+        if not is_left_out:
+            kept.append(word)
+    return kept
+
+
 # ---- the scripts of single models -----------------------------------------------------------------------
 
 
@@ -120,6 +139,7 @@ def script_flags(script: Path, variables: Mapping[str, str]) -> list[str]:
 
 if __name__ == "__main__":
     try:
-        print("\n".join(step_flags(sys.argv[1], find_row(*sys.argv[2:]))))
+        words = step_flags(sys.argv[1], find_row(*sys.argv[2:4]))
+        print("\n".join(without(words, AUTO_FLAGS if "--auto" in sys.argv else ())))
     except ValueError as error:
         raise SystemExit(f"run.sh: {error}") from None

@@ -13,7 +13,7 @@
 #
 # Variables: NUM_GPUS per machine, HOSTFILE, ACTOR_MODEL, CRITIC_MODEL, OUTPUT_DIR (for several machines on a shared file
 # system), LAUNCHER (deepspeed, torchrun, slurm), NO_PLAN=1 (no memory plan: start even if the step would not fit). Flags
-# of the program may follow and override the table's.
+# of the program may follow and override the table's; with --auto the table's flags of memory and speed are left out.
 set -euo pipefail
 if [[ $# -lt 3 ]]; then
     sed -n '/^# One step/,/^set -euo/{/^#/p}' "$0" | cut -c3- >&2
@@ -29,7 +29,7 @@ fi
 
 step=$1 model=$2 machine=$3
 shift 3
-flags=$(python training_scripts/launch_table.py "$step" "$model" "$machine")
+flags=$(python training_scripts/launch_table.py "$step" "$model" "$machine" "$@")
 mapfile -t flags <<<"$flags"
 case $step in sft) folder=step1_sft ;; reward | dpo) folder=step2_reward ;; ppo) folder=step3_ppo ;; esac
 name=$(basename "$model")
@@ -81,7 +81,7 @@ esac
 
 mkdir -p "$OUTPUT_DIR"
 words=("${models[@]}" "${flags[@]}" --output_dir "$OUTPUT_DIR" "$@")
-if [[ -z "${NO_PLAN:-}" ]] && { type -P nvidia-smi || type -P rocm-smi; } >/dev/null; then
+if [[ -z "${NO_PLAN:-}" && " $* " != *" --auto "* ]] && { type -P nvidia-smi || type -P rocm-smi; } >/dev/null; then
     code=0
     python -m tools.plan --gpu here --num_gpus "$NUM_GPUS" --num_nodes "$num_nodes" --stage "${folder:4:1}" "${words[@]}" \
         2>&1 | tee -ai "$log" || code=$?

@@ -210,6 +210,7 @@ def parse_args(
     for word in [word for word in unknown if word.startswith("-")] or unknown:
         _add_unknown(shortened(word), list(cls.__dataclass_fields__), problems)
     values = _convert_all(cls, given, places, problems)
+    problems.given |= given.keys()
     for field in dataclasses.fields(cls):
         if field.metadata["required"] and given.get(field.name, "") in ("", []):
             problems.add(f"--{field.name} is required: {field.metadata['help']}")

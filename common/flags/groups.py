@@ -7,6 +7,23 @@ from common.flags.value_forms import Interval
 
 DEFAULT_DATA = ["Dahoas/rm-static"]
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+# Flags that --auto chooses, in the programs that have them.
+AUTO_FLAGS = (
+    "max_tokens_per_micro_batch",
+    "gradient_checkpointing",
+    "actor_gradient_checkpointing",
+    "critic_gradient_checkpointing",
+    "zero_stage",
+    "actor_zero_stage",
+    "critic_zero_stage",
+    "offload",
+    "offload_reference_model",
+    "offload_reward_model",
+    "load_in_4bit",
+    "generation_slots",
+    "inference_tp_size",
+    "release_inference_cache",
+)
 SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
 
 
@@ -116,8 +133,8 @@ class PackingArguments:
 
     packed: bool = flag(
         False,
-        "pack micro-batches up to a token budget: --max_tokens_per_micro_batch, by default batch size x "
-        "maximum length",
+        "pack micro-batches up to a token budget; it is --max_tokens_per_micro_batch, by default batch size "
+        "x maximum length",
         may_change=True,
         is_usual=True,
     )
@@ -146,6 +163,14 @@ class RunArguments:
     output_dir: str = flag(
         "",
         "folder for everything that the run saves; empty: nothing is saved",
+        may_change=True,
+        is_usual=True,
+    )
+    auto: bool = flag(
+        False,
+        "choose what memory and speed depend on by tools.plan; of the flags that are not given: ZeRO stage, "
+        "offload, checkpointing, tokens per pass, generation slots and ranks, 4 bits under LoRA if nothing "
+        "else fits; the rows of an optimizer step stay",
         may_change=True,
         is_usual=True,
     )

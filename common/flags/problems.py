@@ -41,6 +41,7 @@ class Problems:
         self.messages: list[str] = []
         self.notes: list[str] = []  # about flags in an older spelling
         self.unread_flags: set[str] = set()  # flags with invalid values, whose defaults are used
+        self.given: set[str] = set()  # names of the flags on the command line and in --config
 
     def add(self, message: str, *, flag: str = "") -> None:
         """Add a problem that names the flag or file, the value and the cure.

@@ -28,12 +28,12 @@ from common.flags.problems import no_effect_notes
 from common.models.fingerprint import changed_models, fingerprint
 from common.models.transformers_internals import TRANSFORMERS
 from common.programs.conversation_form import find_template
-from common.programs.memory_check import check_memory
+from common.programs.memory_check import make_plan
 from common.ranks import distributed, watchdog
 from common.ranks.deepspeed_internals import DEEPSPEED, require_version
 from common.ranks.failures import cure_of_write, has_lost_ranks
 from common.runs import run_files
-from common.runs.durable_files import read_if_whole
+from common.runs.durable_files import read_if_whole, write_file
 from common.runs.resume import EarlierRun, find_run, resolve_dtype
 from common.runs.run_logger import missing_trackers
 
@@ -76,6 +76,7 @@ class Start:
     earlier: EarlierRun = field(default_factory=EarlierRun)
     ds_config: dict[str, Any] = field(default_factory=dict)  # for steps 1 and 2, which train one model
     frozen: dict[str, str] = field(default_factory=dict)  # paths of frozen models, by flag
+    plan: dict[str, Any] = field(default_factory=dict)  # by which --auto has chosen flags
 
 
 def read_flags(
@@ -86,7 +87,15 @@ def read_flags(
     args = parse_args(flags, argv, description=description, problems=problems)
     import_plugins(args.plugins, problems)
     notes = problems.notes + check_run(args, problems)
-    return kind(args, DataOptions.of(args, stage), problems, notes, argv)
+    plan: dict[str, Any] = {}
+    if args.auto and not problems.messages:
+        plan = make_plan(stage, argv, chooses=True)
+        args = dataclasses.replace(args, **plan.get("flags", {}))
+        problems.add_if(
+            not plan,
+            "--auto: this run cannot be planned, see above; leave it out, and set the flags yourself",
+        )
+    return kind(args, DataOptions.of(args, stage), problems, notes, argv, plan=plan)
 
 
 def finish_checks(start: Start, flag: str) -> None:
@@ -275,7 +284,7 @@ def enter(start: Start) -> StageData | None:
     with as_problem(start.problems), watchdog.phase("the preparation of the data"):
         data = build_data(start.options, start.template)
     if not earlier.finished:
-        check_memory(start.options.stage, start.argv)
+        keep_plan(start, start.plan or make_plan(start.options.stage, start.argv))
         return data
     with as_problem(start.problems):
         started = read_if_whole(Path(args.output_dir) / run_files.RUN_FILE, starts=list).get("starts") or [{}]
@@ -291,6 +300,17 @@ def enter(start: Start) -> StageData | None:
     if distributed.is_main():
         print(earlier.finished)
     return None
+
+
+def keep_plan(start: Start, plan: dict[str, Any]) -> None:
+    """Write the plan of this start into the run's folder, or remove that of a run that is started over."""
+    path = Path(start.args.output_dir) / run_files.PLAN_FILE
+    if not (start.args.output_dir and distributed.is_main()):
+        return
+    if plan:
+        write_file(path, json.dumps(plan, indent=1) + "\n")
+    elif not start.earlier.checkpoints:
+        path.unlink(missing_ok=True)
 
 
 def choose_tf32(tf32: str, dtype: str) -> None:

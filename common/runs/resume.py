@@ -13,11 +13,11 @@ from common.ranks import distributed
 from common.runs.checkpoints import FOLDER, Checkpoint, find_checkpoints
 from common.runs.durable_files import WRITING, read_if_whole, read_object
 from common.runs.export import damage_of_export
-from common.runs.run_files import ARGS_FILE, FINISHED_FILE, LOCK_FILE
+from common.runs.run_files import ARGS_FILE, FINISHED_FILE, LOCK_FILE, PLAN_FILE
 
-# Files, and endings of files, that a launch script or the demo may have written before the program starts;
-# DeepSpeed-Chat's scripts write training.log, its sweeps OUTPUT.log.
-FOREIGN_FILES = {"log", LOCK_FILE}
+# Files, and endings of files, that a launch script, the demo or the program's own start may have written
+# before a run begins; DeepSpeed-Chat's scripts write training.log, its sweeps OUTPUT.log.
+FOREIGN_FILES = {"log", LOCK_FILE, PLAN_FILE}
 FOREIGN_ENDINGS = {".log", WRITING}
 NOT_WORTH_A_NOTE = {"output_dir", "resume", "dry_run", "local_rank"}
 LENGTH_FLAGS = ("num_train_epochs", "max_train_steps")

@@ -205,7 +205,7 @@ MOVES_NO_NUMBER = {
     "inference_tp_groups "
     "offload_states_for_generation generation_slots tp_gather_partition_size "
     "no_share_prompts no_cuda_graphs unpin_actor_parameters release_inference_cache reward_processes "
-    "reward_batch_size merge_adapters",
+    "reward_batch_size merge_adapters auto",
     "on a CPU, that is; test_on_a_pretended_gpu.py": "deterministic tf32",
     "rounding alone; test_exact_runs.py": "exact",
     "digests; test_replay.py": "digest_interval",

@@ -11,8 +11,11 @@ import transformers
 from planned_runs import GIB, LLAMA_7B, NUM_350M, OPT_1B, OPT_350M, make_run, ppo, single
 from pretended_gpu import pretended_gpu
 
+from common.flags.groups import AUTO_FLAGS
+from tools.auto_plan import as_flags, has_adapters, suggest
+from tools.machines import machines_of_kind
 from tools.memory_plan import MemoryPlan
-from tools.plan import apply, find_changes, main, with_own_gpu
+from tools.plan import main, with_own_gpu
 from tools.traffic_plan import plan_traffic
 
 Plan = Callable[..., tuple[int, str]]
@@ -215,36 +218,49 @@ def test_an_offloaded_teacher_is_there_while_the_actor_learns():
 
 
 @pytest.mark.parametrize(
-    ("make", "models", "flags"),
+    ("make", "models", "flags", "needs_adapters"),
     [
-        (single, [OPT_1B], "--num_gpus 4 --gpu_memory_gib 14"),
-        (single, [OPT_1B], "--gpu_memory_gib 26 --cpu_memory_gib 12"),
-        (ppo, [LLAMA_7B, OPT_350M], "--num_gpus 8 --enable_hybrid_engine"),
-        (ppo, [OPT_1B, OPT_1B], "--gpu_memory_gib 9 --cpu_memory_gib 30"),
+        (single, [OPT_1B], "--num_gpus 4 --gpu_memory_gib 14", False),
+        (single, [OPT_1B], "--gpu_memory_gib 26 --cpu_memory_gib 12", True),
+        (ppo, [LLAMA_7B, OPT_350M], "--num_gpus 8 --enable_hybrid_engine", False),
+        (ppo, [OPT_1B, OPT_1B], "--gpu_memory_gib 9 --cpu_memory_gib 30", True),
     ],
     ids=["sft-4-gpus", "sft-little-cpu", "ppo-8-gpus", "ppo-little-cpu"],
 )
-def test_a_suggestion_fits_when_it_is_followed_and_nothing_of_it_is_idle(make, models, flags):
+def test_a_suggestion_fits_when_it_is_followed(make, models, flags, needs_adapters):
     run = make(*models, *flags.split())
-
-    def fits(changes: list) -> bool:
-        changed = apply(run, changes)
-        return changed is not None and MemoryPlan(changed).fits
-
-    changes = find_changes(run)
-    assert not fits([]) and fits(changes)
-    assert not any(fits(changes[:i] + changes[i + 1 :]) for i in range(len(changes)))
+    choice = suggest(run, machines_of_kind(run.args.gpu), set())
+    words = as_flags(choice.flags).split()
+    followed = make(*models, *flags.split(), *words)
+    assert not MemoryPlan(run).fits and MemoryPlan(followed).fits
+    assert has_adapters(followed) == needs_adapters
+    assert followed.sequences_per_update == run.sequences_per_update
 
 
+def test_a_suggestion_changes_given_flags_only_if_no_others_do():
+    words = ("--gpu_memory_gib", "14", "--num_gpus", "4", "--zero_stage", "1")
+    run = single(OPT_1B, *words)
+    machines = machines_of_kind(run.args.gpu)
+    assert suggest(run, machines, set()).flags == {"gradient_checkpointing": True}
+    others = suggest(run, machines, {"gradient_checkpointing", "zero_stage"}).flags
+    assert others and not {"gradient_checkpointing", "zero_stage"} & others.keys()
+    all_given = suggest(run, machines, set(AUTO_FLAGS)).flags
+    assert all_given == {"gradient_checkpointing": True}
+
+
+T4 = "--gpu t4-16g --lora_dim 8"
 ROWS = "--per_device_train_batch_size"
 
 
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        # a single cheap change comes before dear ones
-        (f"--gpu_memory_gib 40 {ROWS} 64", ["change: --gradient_checkpointing\n"]),
-        (f"--gpu t4-16g --lora_dim 8 {ROWS} 8", ["on 1 x t4-16g, fp32", "change: --dtype fp16\n"]),
+        (f"--gpu_memory_gib 40 {ROWS} 64", ["change: --max_tokens_per_micro_batch 8192\n", "takes about 0."]),
+        (f"{T4} --gpu_memory_gib 7 --cpu_memory_gib 4.95", ["on 1 x t4-16g, fp32", "change: --dtype fp16"]),
+        (
+            "--gpu_memory_gib 8 --cpu_memory_gib 9",
+            ["--lora_dim 64", "trains adapters only: different results"],
+        ),
         ("--gpu_memory_gib 2.1", ["no combination of flags makes it fit: use more GPUs"]),
     ],
 )

@@ -5,13 +5,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from common.flags.args import Problems
 from common.programs import memory_check
-from common.programs.memory_check import check_memory
+from common.programs.memory_check import make_plan
 from common.ranks import distributed
 from tools.step_flags import PlanArguments, parse_step_args
 
@@ -26,7 +27,13 @@ def planner(monkeypatch) -> Planner:
     monkeypatch.setattr(distributed, "has_gpu", lambda: True)
     monkeypatch.delenv("NO_PLAN", raising=False)
 
-    def pretend(code: int = 0, out: str = "", complaints: str = "", error: Exception | None = None):
+    def pretend(
+        code: int = 0,
+        out: str = "",
+        complaints: str = "",
+        error: Exception | None = None,
+        written: str = "",
+    ):
         commands = []
 
         def communicate(timeout: float) -> tuple[str, str]:
@@ -38,6 +45,8 @@ def planner(monkeypatch) -> Planner:
             commands.append(command)
             if isinstance(error, OSError):
                 raise error
+            if written:
+                Path(command[command.index("--json") + 1]).write_text(written)
             return SimpleNamespace(communicate=communicate, returncode=code, kill=lambda: None)
 
         # In its own name: the module is everyone's.
@@ -50,14 +59,14 @@ def planner(monkeypatch) -> Planner:
 
 def test_what_fits_is_started_after_its_plan(planner, capfd):
     planner(0, "step 1, SFT, on 1 x H100\nfits: 3 GiB are left\n", "a library's warning\n")
-    check_memory(1, WORDS)
+    make_plan(1, WORDS)
     assert capfd.readouterr().err == "step 1, SFT, on 1 x H100\nfits: 3 GiB are left\n"
 
 
 def test_what_does_not_fit_leaves_with_2_after_plan_and_cure(planner, capfd):
     planner(2, "does not fit\nchange: --offload all\n", "error: step 1 was not started; NO_PLAN=1\n")
     with pytest.raises(SystemExit) as left:
-        check_memory(1, WORDS)
+        make_plan(1, WORDS)
     told = "does not fit\nchange: --offload all\nerror: step 1 was not started; NO_PLAN=1\n"
     assert left.value.code == 2 and capfd.readouterr().err == told
 
@@ -73,18 +82,36 @@ def test_what_does_not_fit_leaves_with_2_after_plan_and_cure(planner, capfd):
 )
 def test_a_planner_without_a_verdict_stops_nobody(ending, told, planner, capfd):
     commands = planner(**ending)
-    check_memory(1, WORDS)
+    make_plan(1, WORDS)
     assert commands and capfd.readouterr().err == f"no memory plan: {told}\n"
 
 
 def test_nothing_is_planned_where_it_is_not_wanted_or_on_a_cpu(planner, monkeypatch, capfd):
     commands = planner(2, "does not fit")
     monkeypatch.setenv("NO_PLAN", "1")
-    check_memory(1, WORDS)
+    make_plan(1, WORDS)
     monkeypatch.delenv("NO_PLAN")
     monkeypatch.setattr(distributed, "has_gpu", lambda: False)
-    check_memory(1, WORDS)
+    make_plan(1, WORDS)
     assert not commands and capfd.readouterr().err == ""
+
+
+def test_what_the_plan_writes_is_returned_and_never_that_of_an_earlier_one(planner):
+    planner(0, "fits\n", written='{"flags": {"zero_stage": 3}}')
+    assert make_plan(1, WORDS) == {"flags": {"zero_stage": 3}}
+    planner(0, "no memory plan: a model of its own\n")
+    assert make_plan(1, WORDS) == {}
+
+
+def test_flags_are_chosen_on_a_cpu_and_despite_no_plan(planner, monkeypatch):
+    commands = planner(0, "fits\n", written='{"flags": {}, "seconds": {"train": 3.5}}')
+    monkeypatch.setenv("NO_PLAN", "1")
+    monkeypatch.setattr(distributed, "has_gpu", lambda: False)
+    assert make_plan(1, [*WORDS, "--auto"], chooses=True) == {"flags": {}, "seconds": {"train": 3.5}}
+    assert commands[0][-1] == "--auto"
+    planner(2, "does not fit\n")
+    with pytest.raises(SystemExit, match="2"):
+        make_plan(1, [*WORDS, "--auto"], chooses=True)
 
 
 @pytest.mark.parametrize(("rank", "code", "asked"), [(0, 0, True), (0, 2, True), (1, 2, False)])
@@ -92,14 +119,14 @@ def test_all_ranks_follow_the_first_ones_planner(rank, code, asked, planner, mon
     """Also one whose own environment has NO_PLAN: none may wait for a verdict that others do not."""
     commands = planner(code)
     monkeypatch.setenv("NO_PLAN", "" if rank == 0 else "1")
-    first = "too large" if code else ""
+    first = "null" if code else "{}"
     told = lambda key, make: make() if rank == 0 else first  # noqa: E731
     monkeypatch.setattr(distributed, "text_of_first_rank", told)
     if code:
         with pytest.raises(SystemExit, match="2"):
-            check_memory(3, WORDS)
+            make_plan(3, WORDS)
     else:
-        check_memory(3, WORDS)
+        make_plan(3, WORDS)
     assert bool(commands) == asked
 
 
@@ -135,7 +162,7 @@ def test_the_real_planner_is_found_from_the_users_folder(tmp_path, monkeypatch, 
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # of the planner
     monkeypatch.setattr(distributed, "has_gpu", lambda: True)
     monkeypatch.setattr("sys.argv", ["main.py", *WORDS])
-    check_memory(1)
+    make_plan(1)
     assert capfd.readouterr().err == "no memory plan: torch sees no GPU\n"
 
 
@@ -153,10 +180,10 @@ def test_a_plan_begins_with_its_program_and_is_read_once(script, planner, capfd)
     memory_check.begin_plan(1)
     assert len(commands) == 1 and commands[0][-len(WORDS) :] == WORDS
     with pytest.raises(SystemExit, match="2"):
-        check_memory(1)
+        make_plan(1)
     assert len(commands) == 1 and capfd.readouterr().err == "does not fit\nerror: step 1 was not started\n"
     with pytest.raises(SystemExit, match="2"):  # of another run in this process
-        check_memory(2, WORDS)
+        make_plan(2, WORDS)
     assert len(commands) == 2
 
 
@@ -181,6 +208,11 @@ def test_no_plan_begins_where_none_is_read(variables, script, planner, monkeypat
         monkeypatch.setattr(memory_check.shutil, "which", lambda name: None)
     memory_check.begin_plan(1)
     assert not commands and not memory_check.BEGUN
+    monkeypatch.setattr("sys.argv", ["main.py", "--auto", *WORDS])
+    memory_check.begin_plan(1)
+    is_first = not variables.keys() & {"RANK", "LOCAL_WORLD_SIZE"}
+    assert len(commands) == len(memory_check.BEGUN) == is_first
+    memory_check.BEGUN.clear()
 
 
 def test_the_plan_of_a_program_that_leaves_ends_with_it(tmp_path):
