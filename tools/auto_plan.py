@@ -25,7 +25,7 @@ from tools.time_plan import plan_times, step_seconds
 MARGIN = 0.05  # of a device's memory: peaks are planned within a tenth of those that runs reach
 LEAST_GAIN = 0.01  # share of a step that a flag must save to be set
 GPU_PASS_TOKENS = 2**16  # larger passes save nothing
-MOST_RANKS = 512
+GPUS_OF_MACHINE, MOST_RANKS = 8, 64  # of clusters that are suggested
 IN_4BIT = {"load_in_4bit": True}
 
 Flags = dict[str, Any]
@@ -200,25 +200,20 @@ def as_flags(flags: Mapping[str, Any]) -> str:
 def describe(choice: Choice) -> str:
     """What was chosen, as flags."""
     text = as_flags(choice.flags) or "no flag"
-    if not choice.lacking:
-        return f"--auto sets {text}"
-    num_ranks = 0 if choice.run.is_cpu else ranks_that_fit(choice)
-    more = f"; it fits {num_ranks} such GPUs under ZeRO 3" if num_ranks else ""
-    return f"--auto: nothing fits; {text} lacks least{more}"
+    return f"--auto: nothing fits; {text} lacks least" if choice.lacking else f"--auto sets {text}"
 
 
-def ranks_that_fit(choice: Choice) -> int:
-    """The number of such devices, twice as many each time, with which this choice fits under ZeRO 3; 0 if
-    MOST_RANKS are too few.
+def with_more_gpus(run: Run, machines: Machines) -> Choice | None:
+    """The fastest change on as few such GPUs as fit the run, twice as many each time; None if MOST_RANKS are
+    too few.
     """
-    args = choice.run.args
-    sharded = {f"{prefix}zero_stage": 3 for prefix in args.roles()}
-    num_ranks = 2 * choice.run.num_ranks
+    num_ranks = 2 * run.num_ranks
     while num_ranks <= MOST_RANKS:
-        num_gpus = min(num_ranks, 8)
-        more = replace(args, num_gpus=num_gpus, num_nodes=num_ranks // num_gpus, **sharded)
-        run = build_run(more, choice.run.models, Problems())
-        if run and MemoryPlan(run).fits:
-            return num_ranks
+        num_gpus = min(num_ranks, GPUS_OF_MACHINE)
+        args = replace(run.args, num_gpus=num_gpus, num_nodes=num_ranks // num_gpus)
+        larger = build_run(args, run.models, Problems())
+        choice = search(larger, machines, set(), {}) if larger else None
+        if choice and not choice.lacking:
+            return choice
         num_ranks *= 2
-    return 0
+    return None

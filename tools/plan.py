@@ -32,7 +32,7 @@ from common.ranks import distributed
 from common.ranks.devices import kind_of
 from common.ranks.failures import first_line
 from common.runs.durable_files import write_file
-from tools.auto_plan import as_flags, choose, describe, has_adapters, suggest
+from tools.auto_plan import as_flags, choose, describe, has_adapters, suggest, with_more_gpus
 from tools.machines import CARDS, CPU, Machines, machines_of_kind
 from tools.measured_machine import file_of_measures, machines_here, measure_machine, read_measures
 from tools.memory_plan import TRAINING, Holdings, MemoryPlan
@@ -223,8 +223,13 @@ def verdict_lines(run: Run, memory: MemoryPlan, given: Set[str]) -> list[str]:
         needed = max(memory.cpu_peak, memory.loading)
         available = run.args.cpu_memory_gib
         verdict = f"does not fit: a machine needs {gib(needed)} GiB of CPU memory, and has {available:.2f}"
-    if (choice := suggest(run, rates_of(run), given)) is None:
-        return [verdict, "no combination of flags makes it fit: use more GPUs or a smaller model"]
+    machines = rates_of(run)
+    choice = suggest(run, machines, given)
+    if choice is None:
+        cure = "use more GPUs or a smaller model"
+        if not run.is_cpu and (larger := with_more_gpus(run, machines)):
+            cure = f"use {larger.run.num_ranks} such GPUs with {as_flags(larger.flags)}, or a smaller model"
+        return [verdict, f"no combination of flags makes it fit: {cure}"]
     left = MemoryPlan(choice.run).left
     lines = [verdict, f"change: {as_flags(choice.flags)}"]
     lines.append(f"        leaves {gib(left)} GiB; a step takes about {choice.seconds:.3g} s")

@@ -10,7 +10,7 @@ from common.flags.groups import AUTO_FLAGS
 from common.runs.checkpoints import Checkpoint
 from common.runs.resume import EarlierRun
 from tools import auto_plan
-from tools.auto_plan import MARGIN, choose, describe, rate
+from tools.auto_plan import MARGIN, choose, describe, rate, with_more_gpus
 from tools.machines import CPU, machines_of_kind
 from tools.memory_plan import MemoryPlan
 from tools.planned_run import Run
@@ -99,16 +99,12 @@ def test_4_bits_only_where_nothing_else_fits():
 def test_where_nothing_fits_the_nearest_and_the_gpus_that_would_do_are_named():
     run = single(LLAMA_7B, "--gpu", "4090-24g", "--cpu_memory_gib", "50")
     choice = choice_for(run)
-    assert choice.lacking > GIB and not has_room(choice)
-    text = describe(choice)
-    num_ranks = auto_plan.ranks_that_fit(choice)
-    assert f"it fits {num_ranks} such GPUs under ZeRO 3" in text and "lacks least" in text
-
-    def on(ranks: int) -> bool:
-        sharded = {"zero_stage": 3, "num_gpus": min(ranks, 8), "num_nodes": max(ranks // 8, 1)}
-        return MemoryPlan(rate(choice.run, machines_of_kind("4090-24g"), sharded).run).fits
-
-    assert on(num_ranks) and not on(num_ranks // 2)
+    assert choice.lacking > GIB and not has_room(choice) and "lacks least" in describe(choice)
+    larger = with_more_gpus(run, machines_of_kind("4090-24g"))
+    assert has_room(larger) and larger.run.num_ranks == 8
+    with_4 = single(LLAMA_7B, "--gpu", "4090-24g", "--cpu_memory_gib", "50", "--num_gpus", "4")
+    assert choice_for(with_4).lacking
+    assert choice_for(larger.run, *larger.flags).flags == {}  # as it is
 
 
 def test_on_a_cpu_no_offload_and_passes_of_2048_tokens():
