@@ -12,9 +12,9 @@ from benchmarks.evidence.counted_traffic import CASES, count_all
 from benchmarks.evidence.runs import Measured
 from benchmarks.measuring import plan_run
 from common.generation.tp_plans import working_tp_sizes
+from tools.auto_plan import halved
 from tools.machines import machines_of_kind
 from tools.memory_plan import MemoryPlan
-from tools.plan import halvings
 from tools.planned_run import Models, Run
 from tools.report.run_reader import Curve
 from tools.time_plan import plan_times, step_seconds
@@ -170,7 +170,7 @@ def take_largest(path: str, num_gpus: int, flags: dict[str, Any]) -> dict[str, A
     }
     chosen = flags | dict.fromkeys(largest, 1)
     for name, size in largest.items():
-        runs = ((n, make_large_run(path, num_gpus, chosen | {name: n})) for n in (size, *halvings(size)))
+        runs = ((n, make_large_run(path, num_gpus, chosen | {name: n})) for n in halved(size, 1))
         chosen[name] = next((n for n, run in runs if MemoryPlan(run).fits), 1)
     return chosen
 
