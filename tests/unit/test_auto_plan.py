@@ -109,9 +109,15 @@ def test_where_nothing_fits_the_nearest_and_the_gpus_that_would_do_are_named():
 
 def test_on_a_cpu_no_offload_and_passes_of_2048_tokens():
     words = ("--gpu", "cpu", "--enable_hybrid_engine", "--per_device_generation_batch_size", "64")
-    choice = choice_for(ppo(OPT_350M, OPT_350M, *words, "--gpu_memory_gib", "22"))
-    assert not any(name.startswith("offload") for name in choice.flags)
-    assert choice.flags.get("max_tokens_per_micro_batch", 0) <= 2048
+    run = ppo(OPT_350M, OPT_350M, *words, "--gpu_memory_gib", "22")
+    choice = choice_for(run)
+    assert not any(name.startswith("offload") for name in choice.flags) and has_room(choice)
+    assert [flags.get("max_tokens_per_micro_batch") for flags in auto_plan.passes(run)] == [
+        2048,
+        None,
+        1024,
+        512,
+    ]
 
 
 @pytest.mark.parametrize(
