@@ -200,7 +200,10 @@ def as_flags(flags: Mapping[str, Any]) -> str:
 def describe(choice: Choice) -> str:
     """What was chosen, as flags."""
     text = as_flags(choice.flags) or "no flag"
-    return f"--auto: nothing fits; {text} lacks least" if choice.lacking else f"--auto sets {text}"
+    if not MemoryPlan(choice.run).fits:
+        return f"--auto: nothing fits; {text} lacks least"
+    tight = f", and leaves less than {MARGIN:.0%} of the memory" if choice.lacking else ""
+    return f"--auto sets {text}{tight}"
 
 
 def with_more_gpus(run: Run, machines: Machines) -> Choice | None:

@@ -73,7 +73,8 @@ def measure_machine() -> dict[str, Any]:
 def read_measures(device: str, num_ranks: int) -> tuple[dict[str, Any], str]:
     """The measurement of this machine's device and "", or {} and the reason if there is no valid one."""
     path = file_of_measures()
-    cure = "python -m tools.plan --measure"
+    start = f"torchrun --nproc_per_node {num_ranks}" if device == "cpu" and num_ranks > 1 else "python"
+    cure = f"{start} -m tools.plan --measure"
     try:
         measured = read_object(path, version=int, date=str, threads=int, **dict.fromkeys(RATES, float))
     except ValueError as error:
@@ -187,13 +188,13 @@ def launch_seconds() -> float:
 
 
 def link_rate() -> float:
-    """Bytes per second that a rank receives from the others of its machine in a gather."""
-    part = torch.ones(2**22, device=distributed.device())
-    parts = [torch.empty_like(part) for _ in range(distributed.world_size())]
-    # The ranks must make the same number of calls.
-    started = 0.0
-    for turn in range(6):
-        dist.all_gather(parts, part)
-        parts[0][0].item()  # waits for a GPU
-        started = started if turn else time.perf_counter()
-    return 5 * 4 * part.numel() * (len(parts) - 1) / (time.perf_counter() - started)
+    """Bytes per second that a rank receives from the others of its machine while gradients are summed."""
+    gradients = torch.ones(2**22, device=distributed.device())
+    num_ranks = distributed.world_size()
+    took = []
+    for _ in range(6):  # the ranks must make the same number of calls
+        started = time.perf_counter()
+        dist.all_reduce(gradients)
+        gradients[0].item()  # waits for a GPU
+        took.append(time.perf_counter() - started)
+    return 2 * (num_ranks - 1) / num_ranks * 4 * gradients.numel() / min(took)

@@ -126,9 +126,9 @@ def _fill(run: Run, moment: Moment) -> Moment:
 
 def reserved_gib(run: Run) -> float:
     """Memory outside tensors in GiB: CUDA context, fragmentation and NCCL's buffers, which grow with the
-    number of communicators on 8 ranks and more; on a CPU the libraries of a process.
+    number of communicators on 8 ranks and more; on a CPU the libraries of a process (the demo's steps).
     """
-    return 0.7 if run.is_cpu else 2.0 + (run.num_ranks >= 8)
+    return 0.6 if run.is_cpu else 2.0 + (run.num_ranks >= 8)
 
 
 def has_master_copy(run: Run, role: Role) -> bool:

@@ -3,10 +3,13 @@
     python -m tools.plan --stage 3 --actor_model_name_or_path SFT --critic_model_name_or_path REWARD \
         --actor_zero_stage 3 --enable_hybrid_engine --gpu a100-80g --num_gpus 8
 
-The flags are those of the step and of the machines. Nothing is loaded and no GPU is needed: the figures are
-computed from the models' configurations (`memory_plan.py`, `traffic_plan.py`). The exit code is 1 if the run
-does not fit. run.sh, train.py and the steps' programs call it with --gpu here before a step starts: then the
-exit code is 2 if the run does not fit, and 0 after a one-line note if it cannot be planned.
+    python -m tools.plan --run OUTPUT_DIR
+
+The flags are those of the step and of the machines; --run plans for those of a run, and prints what it has
+reached beside. Nothing is loaded and no GPU is needed: the figures are computed from the models'
+configurations (`memory_plan.py`, `traffic_plan.py`). The exit code is 1 if the run does not fit. run.sh,
+train.py and the steps' programs call it with --gpu here before a step starts: then the exit code is 2 if the
+run does not fit, and 0 after a one-line note if it cannot be planned.
 """
 
 import contextlib
@@ -31,13 +34,16 @@ from common.programs import startup
 from common.ranks import distributed
 from common.ranks.devices import kind_of
 from common.ranks.failures import first_line
-from common.runs.durable_files import write_file
+from common.runs.durable_files import read_if_whole, write_file
+from common.runs.run_files import PLAN_FILE
 from tools.auto_plan import as_flags, choose, describe, has_adapters, suggest, with_more_gpus
 from tools.machines import CARDS, CPU, Machines, machines_of_kind
 from tools.measured_machine import file_of_measures, machines_here, measure_machine, read_measures
-from tools.memory_plan import TRAINING, Holdings, MemoryPlan
+from tools.memory_plan import TRAINING, Holdings, MemoryPlan, reserved_gib
+from tools.plan_of_run import read_planned_run
 from tools.planned_run import Run, build_run, read_models, read_run
-from tools.time_plan import ACCURACY, hours_of_run, plan_times, step_seconds
+from tools.report.planned import compare_run
+from tools.time_plan import ACCURACY, describe_lengths, hours_of_run, plan_times, step_seconds
 from tools.traffic_plan import is_recomputed, plan_traffic
 
 CGROUP = Path("/sys/fs/cgroup")  # a container's limits, and what it uses
@@ -50,16 +56,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_step_args(PlanArguments, argv, description=__doc__.splitlines()[0], problems=problems)
     if args.measure:
         measure()
+    files = None
+    if args.run:
+        args, files = read_planned_run(args, problems)
     if not args.stage:
         return None
     if args.gpu == THIS_MACHINE:
         return plan_start(args, problems)
     run = read_run(args, problems)
+    flags: dict[str, Any] = {}
     chosen: list[list[str]] = []
     if args.auto:
-        run, _, lines = choose_flags(run, problems)
+        run, flags, lines = choose_flags(run, problems)
         chosen = [lines]
     memory = MemoryPlan(run)
+    facts = plan_facts(run, memory, flags)
+    if files:
+        facts["flags"] = read_if_whole(files.folder / PLAN_FILE, flags=dict).get("flags", {})
+        write_plan(args.json or files.folder / PLAN_FILE, facts)
+        lines = [*head_lines(run), "", *grid(compare_run(facts, files.curves))]
+        threads = files.starts[-1].get("threads")
+        lines += [f"planned for {facts['lengths']}, with the rates of: {facts['source']}"]
+        lines += [f"reached in {files.last_step} steps, but for the first; threads per rank: {threads}"]
+        print("\n".join(lines))
+        return None
+    write_plan(args.json, facts)
     sections = [*chosen, head_lines(run), memory_lines(run, memory)]
     sections += [verdict_lines(run, memory, problems.given), time_lines(run)]
     sections += [traffic_lines(run), assumption_lines(run)]
@@ -86,10 +107,9 @@ def plan_start(args: Any, problems: Problems) -> None:
         if args.auto:
             run, flags, chosen = choose_flags(run, problems)
         memory = MemoryPlan(run)
-        if args.json:
-            write_file(Path(args.json), json.dumps({"flags": flags}))
         lines = [*chosen, *head_lines(run)[:1], *memory_lines(run, memory), ""]
         lines += [*verdict_lines(run, memory, problems.given), "", *time_lines(run)]
+        write_plan(args.json, plan_facts(run, memory, flags))
     except Exception as error:  # any error of a model's code or a driver; a step can start without a plan
         print(f"no memory plan: {first_line(error)}", flush=True)
         return
@@ -144,6 +164,34 @@ def available_cpu_bytes() -> int:
         limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
         available = min(available, limit - used)
     return available
+
+
+def plan_facts(run: Run, memory: MemoryPlan, flags: dict[str, Any]) -> dict[str, Any]:
+    """Content of plan.json: flags that --auto has chosen, seconds and memory peaks by phase, where the rates
+    come from, the lengths of the rows that the seconds are of.
+
+    Memory is what perf/peak_memory_gib counts: that of tensors on a GPU, a whole process on a CPU.
+    """
+    machines, source = find_machines(run)
+    times = plan_times(run, machines) if machines else {}
+    outside = reserved_gib(run) * (not run.is_cpu)
+    peaks = {moment.phase: memory.of_phase(moment.phase).total / 2**30 - outside for moment in memory.moments}
+    return {
+        "flags": flags,
+        "seconds": {phase: time.seconds for phase, time in times.items() if time.seconds},
+        "memory_gib": peaks,
+        "source": source,
+        "lengths": describe_lengths(run),
+    }
+
+
+def write_plan(path: str | Path, facts: dict[str, Any]) -> None:
+    """Write the content of plan.json; a failure is a note. "": write nothing."""
+    if path:
+        try:
+            write_file(Path(path), json.dumps(facts, indent=1) + "\n")
+        except OSError as error:  # the plan is printed, and a run can start without the file
+            print(f"note: {path} cannot be written ({error.strerror})", file=sys.stderr)
 
 
 # ---- printing -------------------------------------------------------------------------------------------
@@ -306,8 +354,10 @@ def assumption_lines(run: Run) -> list[str]:
     cpu = f"{args.cpu_memory_gib:g} GiB" if args.cpu_memory_gib else "not known, so not checked"
     lines = [
         f"CPU memory {cpu}; the family's attention in transformers, without flash-attn",
-        f"sequences are full: {run.length} tokens; a pass has {run.tokens_per_pass:,} tokens, one without "
-        f"gradients {run.tokens_per_score:,}; passes per optimizer step: {run.num_micro_batches}",
+        f"memory and bytes are of full sequences, {run.length} tokens; a pass has {run.tokens_per_pass:,} "
+        f"tokens, one without gradients {run.tokens_per_score:,}; passes per optimizer step: "
+        f"{run.num_micro_batches}",
+        f"seconds are of {describe_lengths(run)}",
     ]
     if run.actor:
         source = "are recomputed" if is_recomputed(run) else "are the sampler's"

@@ -17,6 +17,11 @@ STEPS: dict[int, type] = {1: SFTArguments, 2: RewardArguments, 3: PPOArguments}
 THIS_MACHINE = "here"
 LEAVING = ("-h", "--help", "--help_all", "--version")
 STEP_NAMES = {1: "step 1, SFT", 2: "step 2, reward model", 3: "step 3, PPO"}
+MEAN_LENGTHS = {  # and the steps' flags that they stand for
+    "mean_seq_len": "max_seq_len",
+    "mean_prompt_seq_len": "max_prompt_seq_len",
+    "mean_answer_seq_len": "max_answer_seq_len",
+}
 
 
 @dataclass
@@ -42,12 +47,22 @@ class PlanArguments(StageArguments):
     gpu_memory_gib: float = flag(0.0, "memory of a GPU; 0: that of --gpu", low=0)
     cpu_memory_gib: float = flag(0.0, "CPU memory of a machine; 0: not known, so not checked", low=0)
     num_rows: int = flag(0, "training rows, for the hours of the run; 0: not known", low=0)
-    json: str = flag("", "file to write the plan to")
+    mean_seq_len: float = flag(
+        0.0, "mean tokens of a row's sequence in steps 1 and 2, for the seconds alone; 0: full rows", low=0
+    )
+    mean_prompt_seq_len: float = flag(0.0, "mean tokens of a prompt in step 3, in the same way", low=0)
+    mean_answer_seq_len: float = flag(0.0, "mean tokens of a response in step 3, in the same way", low=0)
     measure: bool = flag(
         False,
         "measure this machine in at most a minute, for the seconds of later plans with --gpu here or cpu; "
         "needs no --stage",
     )
+    run: str = flag(
+        "",
+        "folder of a run: plan for its flags, machine and mean lengths, print what it has reached beside, "
+        "write its plan.json; needs no --stage",
+    )
+    json: str = flag("", "file for the plan's seconds and memory; with --run, in place of plan.json")
 
 
 def with_step_flags(cls: type, stage: int) -> type:
@@ -67,7 +82,8 @@ def parse_step_args(
     finder.add_argument("--stage", nargs="?")
     stage = finder.parse_known_args(words)[0].stage or ""
     is_known = stage in map(str, STEPS)
-    if "--measure" in words and not stage and hasattr(cls, "measure"):
+    needs_none = {word.partition("=")[0] for word in words} & {"--measure", "--run"}
+    if needs_none and not stage and hasattr(cls, "measure"):
         cls = dataclasses.make_dataclass(cls.__name__, [("stage", int, flag(0, "none"))], bases=(cls,))
     elif is_known:
         cls = with_step_flags(cls, int(stage))

@@ -7,14 +7,15 @@
                    all-reduces of a replica's ranks; nothing overlaps
     gathers        the longer of both links' transfers, and the hops of a ring for each matrix
 
-Left out: the reference's pass before DPO and KTO, advantages, the exchange of
-rows, rewards that are not models, waits for other ranks. Every response has full length, as in other plans.
+Left out: the reference's pass before DPO and KTO, advantages, the exchange of rows, rewards that are not
+models, waits for other ranks. Rows have their mean lengths, by default full ones.
 """
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -22,9 +23,11 @@ from common.generation.kv_cache import kv_bytes_per_token
 from common.models.model_flops import ModelFlops
 from tools.machines import Machines
 from tools.memory_plan import held_in_states
-from tools.planned_run import PlannedModel, Role, Run
+from tools.planned_model import PlannedModel
+from tools.planned_run import Role, Run
+from tools.step_flags import MEAN_LENGTHS
 from tools.traced_layers import Moved, trace_activations
-from tools.traffic_plan import Phase, gathers_of_pass, plan_traffic, scoring_passes
+from tools.traffic_plan import Phase, gathers_of_pass, plan_traffic, scoring_passes, token_steps
 
 # How good the seconds are: tests/unit/published_runs.json, which a test compares with this text.
 ACCURACY = (
@@ -44,6 +47,12 @@ GATHER_LAUNCHES = 25
 ATTENTION_LAUNCHES = 20
 # Weights that DeepSpeed's Adam steps per second on the CPUs of a DGX-2: arXiv:2101.06840, table 4.
 CPU_ADAM_RATE = 3.9e9
+# On a CPU, by profiles of the demo: layers start an operation half as fast as the tiny model that is
+# measured, which stays in the caches; attention is called for each packed row, 80 microseconds, 160 with its
+# backward pass; in token steps oneDNN takes 30 microseconds more for a product.
+COLD_LAUNCHES = 2
+SEQUENCE_LAUNCHES = 12
+PRODUCT_LAUNCHES = 4
 ADAPTER_LAUNCHES = 5  # PEFT's operations around an adapted matrix, each time
 
 
@@ -85,8 +94,32 @@ class PhaseTime:
         return max(group, key=group.__getitem__)
 
 
+def at_mean_lengths(run: Run) -> Run:
+    """The run with rows of the mean lengths that its flags give; itself without any."""
+    given = {limit: getattr(run.args, name) for name, limit in MEAN_LENGTHS.items()}
+    means: dict[str, Any] = {limit: mean for limit, mean in given.items() if mean}
+    if not means:
+        return run
+    if run.args.packed:  # passes of as many tokens
+        means["max_tokens_per_micro_batch"] = run.tokens_per_pass
+    shorter = Run(replace(run.args, **means), [role.spec for role in run.roles], run.models)
+    shorter.longest_answer = run.longest_answer
+    return shorter
+
+
+def describe_lengths(run: Run) -> str:
+    """The lengths of the rows that the seconds are of."""
+    args = at_mean_lengths(run).args
+    if run.actor:
+        return (
+            f"prompts of {args.max_prompt_seq_len:.4g} and responses of {args.max_answer_seq_len:.4g} tokens"
+        )
+    return f"sequences of {args.max_seq_len:.4g} tokens"
+
+
 def plan_times(run: Run, machines: Machines) -> dict[str, PhaseTime]:
-    """The phases of `plan_traffic` with their seconds."""
+    """The phases of `plan_traffic` with their seconds, of rows of mean lengths."""
+    run = at_mean_lengths(run)
     times = {}
     for name, phase in plan_traffic(run).items():
         verb, _, role_name = name.partition(" ")
@@ -176,7 +209,8 @@ def _pass_bytes(run: Run, role: Role, *, is_training: bool) -> float:
     b = run.num_bytes
     _, num_tokens, num_scored = count_passed(run)
     turns = times_through(role, is_training=is_training)
-    of_token = _layer(run, role, is_training=is_training).num_bytes * model.num_layers / run.length
+    of_token = _layer(run, role, is_training=is_training).num_bytes * model.num_layers
+    of_token /= math.ceil(run.length)
     if has_lora(role):
         # A product is scaled and added: five times the width of what its matrix reads or makes.
         of_token += turns * 5 * b * model.num_trained / role.spec.flags.lora_dim
@@ -192,7 +226,7 @@ def _pass_bytes(run: Run, role: Role, *, is_training: bool) -> float:
 
 def _layer(run: Run, role: Role, *, is_training: bool) -> Moved:
     """What a layer moves in a pass, recomputed or not."""
-    traced = trace_activations(role.model, run.args.dtype, run.length)
+    traced = trace_activations(role.model, run.args.dtype, math.ceil(run.length))
     if not is_training:
         return traced.forward
     if not role.is_checkpointed:
@@ -229,12 +263,15 @@ def _pass_launches(run: Run, role: Role, *, is_training: bool) -> float:
     of_turn = GATHER_LAUNCHES * count_matrices(role) * role.is_sharded
     of_turn += ADAPTER_LAUNCHES * num_gradients / 2 * has_lora(role)
     of_pass = role.model.num_layers * _layer(run, role, is_training=is_training).launches
+    of_pass *= COLD_LAUNCHES if run.is_cpu else 1
+    of_row = (1 + is_training) * role.model.num_layers * SEQUENCE_LAUNCHES * run.is_cpu
+    of_rows = of_row * count_passed(run)[0] * num_epochs(run, is_training=is_training)
     of_pass += times_through(role, is_training=is_training) * of_turn
     if not is_training:
-        return of_pass * scoring_passes(run)
+        return of_rows + of_pass * scoring_passes(run)
     of_pass += role.model.num_layers * ATTENTION_LAUNCHES * (not run.is_cpu)
     of_pass += num_gradients * GRADIENT_LAUNCHES
-    return num_updates(run) * (run.num_micro_batches * of_pass + STEP_LAUNCHES)
+    return of_rows + num_updates(run) * (run.num_micro_batches * of_pass + STEP_LAUNCHES)
 
 
 def ring_seconds(run: Run, size: int, machines: Machines, stride: int = 1) -> float:
@@ -299,15 +336,15 @@ def _add_generation(run: Run, time: PhaseTime, machines: Machines) -> None:
     of_matrices = flops.of_pass(num_prompts * prompt, 0, num_prompts, is_training=False)
     of_attention = flops.of_pass(0, pairs, 0, is_training=False)
     time.arithmetic = batches / t * _product_seconds(of_matrices, of_attention / 2, machines)
-    traced = trace_activations(model, args.dtype, run.length)
-    of_prompts = num_prompts * prompt / run.length * model.num_layers * traced.forward.num_bytes
-    slots = min(run.num_slots, num_samples)
-    steps = batches * math.ceil(num_samples / slots) * (answer - 1)
+    traced = trace_activations(model, args.dtype, math.ceil(run.length))
+    of_prompts = num_prompts * prompt / math.ceil(run.length) * model.num_layers * traced.forward.num_bytes
+    steps = batches * token_steps(run)
+    num_sampled = batches * num_samples * (answer - 1)  # after the first of a response
     lengths = torch.full((num_prompts,), prompt), torch.full((num_samples,), answer)
     decoding = flops.of_generation(*lengths, args.num_samples_per_prompt) - of_matrices - of_attention
     weights = (flops.body + flops.head) * run.num_bytes / t
-    keys = slots * (prompt + answer / 2) * kv_bytes_per_token(model.plain.config, run.num_bytes, t)
-    read_seconds = steps * (weights + keys) / machines.reads
+    keys = num_sampled * (prompt + answer / 2) * kv_bytes_per_token(model.plain.config, run.num_bytes, t)
+    read_seconds = (steps * weights + keys) / machines.reads
     decode_seconds = batches / t * _product_seconds(decoding, 0, machines)
     time.memory = batches * of_prompts / t / _achieved_memory(machines)
     overlap = sum if machines.is_cpu else max
@@ -316,6 +353,8 @@ def _add_generation(run: Run, time: PhaseTime, machines: Machines) -> None:
         time.kernels = steps * model.num_layers * machines.layer_seconds
     else:
         of_step = model.num_layers * (traced.forward.launches + CACHE_LAUNCHES) + TOKEN_STEP_LAUNCHES
+        if run.is_cpu:
+            of_step = COLD_LAUNCHES * of_step + PRODUCT_LAUNCHES * len(model.linear_names)
         time.kernels = steps * of_step * machines.launch_seconds
     stride = 1 if run.has_contiguous_groups else run.num_ranks // t
     time.hops = steps * (2 * model.num_layers + 2) * tree_seconds(run, t, machines, stride)

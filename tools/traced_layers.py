@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from common.models.attention import backbone_of
 from common.models.loading import DTYPES, set_dropout
-from tools.planned_run import PlannedModel
+from tools.planned_model import PlannedModel
 
 PRODUCTS = ("mm", "scaled_dot_product", "convolution")  # parts of the names of operations that multiply
 NO_KERNELS = ("empty", "_unsafe_view")  # of operations that start nothing on a device

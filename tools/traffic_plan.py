@@ -72,7 +72,16 @@ def plan_traffic(run: Run) -> dict[str, Phase]:
 
 def scoring_passes(run: Run) -> int:
     """Passes in which a rank scores the responses of a step."""
-    return math.ceil(run.count_tokens(run.num_samples) / run.tokens_per_score)
+    return math.ceil(round(run.count_tokens(run.num_samples) / run.tokens_per_score, 9))
+
+
+def token_steps(run: Run) -> float:
+    """Passes of a replica in which each of its slots samples a token after the first: those of full slots,
+    but as many as its longest response needs.
+    """
+    num_samples = run.args.per_device_generation_batch_size * run.tp_size * run.args.num_samples_per_prompt
+    rounds = math.ceil(num_samples / run.num_slots)
+    return max(rounds * (run.args.max_answer_seq_len - 1), run.longest_answer - 1)
 
 
 def is_recomputed(run: Run) -> bool:
@@ -157,7 +166,7 @@ def plan_generation(run: Run) -> Phase:
     rounds = math.ceil(num_samples / run.num_slots)
     if run.gathers_by_layer:
         prefill_passes = math.ceil(num_prompts * args.max_prompt_seq_len / PREFILL_TOKENS)
-        passes = max(prefill_passes, rounds) + rounds * (args.max_answer_seq_len - 1)
+        passes = max(prefill_passes, rounds) + token_steps(run)
         phase.gather_weights(run, run.actor, passes * args.batches_per_step)
     sums = 2 * (2 * model.num_layers + 1) * model.hidden_size  # per token, by all-reduces
     num_sampled_from = num_prompts + num_samples * (args.max_answer_seq_len - 1)

@@ -27,7 +27,7 @@ METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # one line per step, evalua
 DIGESTS = "digests.jsonl"  # see digest_log.py
 ROLLOUTS = "rollouts.jsonl.gz"  # --save_rollouts: one gzip member per step, one line per response
 REPORT = "report.html"
-PLAN_FILE = "plan.json"  # memory and seconds as planned, and the flags that --auto chose
+PLAN_FILE = "plan.json"  # seconds and memory as planned, and the flags that --auto chose
 TRACKERS_FILE = "trackers.json"  # run ids in --trackers, and their newest steps
 
 STOPPED = 75  # exit code, EX_TEMPFAIL of <sysexits.h>: rerun the same command to resume

@@ -1,5 +1,6 @@
 """The program: what it prints, how it leaves, and suggestions that hold when they are followed."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -138,15 +139,19 @@ def test_dpo_is_a_policy_on_two_sequences_a_pair(run_plan):
     ],
 )
 def test_a_step_that_does_not_fit_the_gpu_that_is_there_is_not_started(
-    gib, code, words, run_plan, monkeypatch
+    gib, code, words, run_plan, monkeypatch, tmp_path
 ):
     def ask(args: Any) -> Any:
         with pretended_gpu(memory_gib=gib):  # not around the plan: it is no device for fake tensors
             return with_own_gpu(args)
 
     monkeypatch.setattr("tools.plan.with_own_gpu", ask)
-    found, printed = run_plan(1, "--gpu", "here", "--per_device_train_batch_size", "1")
+    flags = ("--per_device_train_batch_size", "1", "--json", str(tmp_path / "plan.json"))
+    found, printed = run_plan(1, "--gpu", "here", *flags)
     assert found == code and all(text in printed for text in words), printed
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written["memory_gib"].keys() == {"idle", "evaluate", "train policy"}
+    assert run_plan(1, "--gpu", "here", *flags[:3], str(tmp_path / "no/plan.json"))[0] == code
 
 
 @pytest.mark.parametrize(("num_gpus", "gib"), [(2, 24.0), (1, 80.0), (3, 16.0), (4, 13.0)])

@@ -21,7 +21,7 @@ from common.ranks import distributed
 from common.runs.export import save_adapter, save_export
 from serving.answering import merge_adapter
 from step1_sft.arguments import SFTArguments
-from tools.planned_run import PlannedModel, plan_switch
+from tools.planned_model import PlannedModel, plan_switch
 
 STACKED = ("mixtral", "qwen2_moe", "qwen3_moe")
 

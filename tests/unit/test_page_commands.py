@@ -13,7 +13,7 @@ from page_commands import ROOT, Command, blocks, commands_of, pages
 import train
 from common.flags.args import Problems, parse_args
 from docs.make_configuration import find_programs, own_flags
-from tools.step_flags import StageArguments, with_step_flags
+from tools.step_flags import StageArguments, parse_step_args, with_step_flags
 from training_scripts.launch_table import FOLDER_OF_STEP, find_row, step_flags
 
 COMMANDS = [command for page in pages() for command in commands_of(page)]
@@ -27,8 +27,9 @@ LAUNCHERS = ("deepspeed", "torchrun")
 def problems_of(command: Command) -> list[str]:
     """What is wrong with a command; [] for a good one."""
     first, *rest = command.words
-    if first == "python" and rest[:1] == ["-m"]:
-        return flag_problems(" ".join([first, *rest[:2]]), rest[2:])
+    if first in ("python", *LAUNCHERS) and "-m" in rest:
+        _, name, *words = rest[rest.index("-m") :]
+        return flag_problems(f"python -m {name}", words)
     if first == "python":
         return program_problems(rest[0], rest[1:])
     if first in LAUNCHERS:
@@ -67,6 +68,9 @@ def flag_problems(program: str, words: list[str]) -> list[str]:
     if takes_words and words and not words[0].startswith("-"):
         words = [f"--{own_flags(PROGRAMS[program])[0].name}", *words]
     problems, flags = Problems(), PROGRAMS[program]
+    if issubclass(flags, StageArguments) and "--stage" not in words:
+        parse_step_args(flags, words, problems=problems)
+        return problems.messages
     if issubclass(flags, StageArguments):
         flags = with_step_flags(flags, int(words[words.index("--stage") + 1]))
     parse_args(flags, [word for word in words if word != "..."], problems=problems)

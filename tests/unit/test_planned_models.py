@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from common.generation.resharding import TPLayout
 from common.models.lora import LoraOptions
 from common.models.model_inputs import build_model_inputs
-from tools.planned_run import PlannedModel, plan_switch
+from tools.planned_model import PlannedModel, plan_switch
 from tools.traced_layers import LiveBytes, trace_activations
 
 LLAMA = transformers.LlamaConfig(

@@ -1,6 +1,7 @@
 """Time plans: seconds by hand, on machines with round numbers."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,16 @@ from benchmarks.evidence.counted_traffic import CASES
 from benchmarks.evidence.scale import check_counted, generation_share, plan_fastest
 from tools import time_plan
 from tools.machines import Machines
-from tools.time_plan import PhaseTime, count_matrices, hours_of_run, plan_times, ring_seconds, tree_seconds
+from tools.memory_plan import MemoryPlan
+from tools.time_plan import (
+    PhaseTime,
+    count_matrices,
+    describe_lengths,
+    hours_of_run,
+    plan_times,
+    ring_seconds,
+    tree_seconds,
+)
 from tools.traced_layers import Activations, Moved
 from tools.traffic_plan import plan_traffic
 
@@ -202,12 +212,75 @@ def test_nothing_overlaps_on_a_cpu_and_token_steps_launch_each_operation(traced)
     times = plan_times(run, ROUND._replace(is_cpu=True))
     score, generate = times["score reference"], times["generate"]
     assert score.seconds == pytest.approx(sum(score.causes.values()))
-    assert generate.kernels == pytest.approx(31 * (32 * (10 + 2) + 91) * 0.01)
+    # twice the measured launches, and four of each of 7 matrices of 32 layers and the head
+    assert generate.kernels == pytest.approx(31 * (2 * (32 * (10 + 2) + 91) + 4 * (7 * 32)) * 0.01)
+    assert score.kernels == pytest.approx(
+        (2 * 32 * 10 + 2 * 32 * 12) * 0.01
+    )  # twelve of each row's attention
+    weights = 6 * (9 * 32 + 3) + 113
+    assert times["train actor"].kernels == pytest.approx((2 * 32 * 30 + 2 * 2 * 32 * 12 + weights) * 0.01)
     keys = 2 * (64 + 16) * 2 * 32 * 4096 * 2
     reads = (31 * (2 * (BODY + HEAD) + keys) + 2 * 64 / 96 * 32 * 1000) / 1e9
     pairs = 2 * (31 * 64 + 31 * 32 / 2)
     decoding = 2 * (2 * 31 * (BODY + HEAD) + pairs * ATTENTION) / 1e12
     assert generate.memory == pytest.approx(reads + decoding)
+
+
+# ---- mean lengths ---------------------------------------------------------------------------------------
+
+MEANS = ("--mean_prompt_seq_len", "24.5", "--mean_answer_seq_len", "16.25")
+
+
+def test_seconds_are_of_mean_lengths_and_memory_of_full_ones():
+    full, short = (sharded(), sharded(*MEANS))
+    assert MemoryPlan(full).peak == MemoryPlan(short).peak and plan_traffic(full) == plan_traffic(short)
+    time = plan_times(short, ROUND)["score reference"]
+    tokens, scored = 4 * (24.5 + 16.25), 4 * 16.25
+    causal = 2 * 4 * 40.75**2 / 2 * ATTENTION
+    assert time.arithmetic == pytest.approx(2 * (tokens * BODY + scored * HEAD) / 1e12 + causal / 5e11)
+    assert describe_lengths(short) == "prompts of 24.5 and responses of 16.25 tokens"
+    assert describe_lengths(full) == "prompts of 64 and responses of 32 tokens"
+    flags = ("--max_seq_len", "128", "--per_device_train_batch_size", "2", "--zero_stage", "2")
+    row = single(LLAMA_7B, *flags, "--mean_seq_len", "50.5")
+    products = 6 * 101 * (BODY + HEAD) / 1e12 + 6 * 2 * 50.5**2 / 2 * ATTENTION / 5e11
+    assert plan_times(row, ROUND)["train"].arithmetic == pytest.approx(products)
+    assert describe_lengths(row) == "sequences of 50.5 tokens" and hours_of_run(row, 1.0) == 0
+
+
+def test_token_steps_are_those_of_full_slots_but_as_many_as_the_longest_response_has(traced):
+    """Of 4 responses of 16.25 tokens on average, of 32 at most."""
+    steps = {
+        slots: plan_times(sharded(*MEANS, "--generation_slots", slots), ROUND)["generate"].kernels / 32
+        for slots in ("1", "2", "4")
+    }
+    assert steps == {"1": 4 * 15.25, "2": 31, "4": 31}
+    alone = plan_times(sharded(*MEANS, "--generation_slots", "4"), ROUND)["generate"]
+    keys = 4 * 15.25 * (24.5 + 16.25 / 2) * 2 * 32 * 4096 * 2
+    of_prompts = 4 * 24.5 / 41 * 32 * 1000
+    assert alone.memory == pytest.approx((31 * 2 * (BODY + HEAD) + keys + of_prompts) / 1e9)
+
+
+def test_shorter_rows_need_fewer_passes_of_as_many_tokens(traced):
+    flags = ("--max_seq_len", "128", "--per_device_train_batch_size", "2", "--zero_stage", "2")
+    flags += ("--gradient_accumulation_steps", "6", "--mean_seq_len", "42.6")
+    cap = ("--max_tokens_per_micro_batch", "256")
+    of_pass, step = 32 * (30 + 20) + 6 * (9 * 32 + 3), 113
+    for more, num_passes in (((), 6), (cap, 2), (("--packed",), 2)):
+        time = plan_times(single(LLAMA_7B, *flags, *more), ROUND)["train"]
+        assert time.kernels == pytest.approx(0.01 * (num_passes * of_pass + step)), more
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "allowed"),
+    [
+        ("--mean_seq_len", "40", "1 to 0 (--max_seq_len"),
+        ("--mean_prompt_seq_len", "64.5", "1 to 64 (--max_prompt_seq_len"),
+        ("--mean_answer_seq_len", "0.5", "1 to 32 (--max_answer_seq_len"),
+    ],
+)
+def test_a_mean_that_no_rows_can_have_is_refused(flag, text, allowed):
+    with pytest.raises(AssertionError, match=re.escape(f"{flag} {text}: step 3 allows {allowed}")):
+        sharded(flag, text)
 
 
 def test_hours_of_rows_and_of_steps():

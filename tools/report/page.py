@@ -17,6 +17,7 @@ from common.runs.durable_files import write_file
 from tools.report import LAYOUT
 from tools.report.charts import COLORS, Colored, Draw, draw_bars, draw_trail, join_on_steps, render_svg, shown
 from tools.report.diagnostics import find_diagnostics
+from tools.report.planned import compare_run
 from tools.report.run_reader import Curve, RunFiles, read_runs
 from tools.report.samples import build_samples
 
@@ -27,6 +28,7 @@ LEARNT = (
     ("perf/tokens_per_second", "perf/step_seconds"),
     ("perf/actor_update_tokens_per_second", "perf/actor_update_seconds"),
 )
+MEASURED = {"perf/step_seconds", "perf/peak_memory_gib"}  # what a plan is compared with
 Facts = dict[str, str]
 Panel = dict[str, Any]
 
@@ -61,6 +63,11 @@ def build_page(runs: Sequence[RunFiles], problems: Sequence[str] = ()) -> str:
         panels_of=_build_panels(runs, metrics),
         diagnostics=[(run, find_diagnostics(run.curves)) for run in runs],
         samples=build_samples(runs),
+        plans=[
+            (run, compare_run(run.plan, run.curves))
+            for run in runs
+            if run.plan and MEASURED <= run.curves.keys()
+        ],
         phases=[(run.name, seconds) for run in runs if (seconds := find_phases(run))],
         differing=differing_flags(runs),
         data={run.name: data_facts(run) for run in runs},

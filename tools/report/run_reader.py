@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from common.runs.durable_files import read_if_whole
-from common.runs.run_files import ARGS_FILE, FINISHED_FILE, METRICS, RUN_FILE, SAMPLES
+from common.runs.run_files import ARGS_FILE, FINISHED_FILE, METRICS, PLAN_FILE, RUN_FILE, SAMPLES
 
 Row = dict[str, Any]
+PLAN = {"seconds": dict, "memory_gib": dict, "source": str, "lengths": str}  # what the report reads of it
 # Kind of run by metric group.
 KINDS = {"sft": "sft", "objective": "ppo", "eval": "ppo", "reward": "reward", "dpo": "dpo", "kto": "kto"}
 
@@ -46,6 +47,7 @@ class RunFiles:
     num_steps: int  # planned steps; 0 if unknown
     has_finished: bool
     curves: dict[str, Curve]
+    plan: Row  # content of plan.json; {} if there is none
     notes: list[str]  # notes on torn or missing files
 
     @property
@@ -89,6 +91,10 @@ def read_run(folder: Path, name: str = "") -> RunFiles:
     rows = read_rows(folder / METRICS, notes)
     flags = read_if_whole(folder / ARGS_FILE)
     about = read_if_whole(folder / RUN_FILE, defaults=dict, starts=list, num_steps=int)
+    plan = read_if_whole(folder / PLAN_FILE, **PLAN)
+    if not plan.keys() >= PLAN.keys():
+        plan = {}
+        notes += [f"{PLAN_FILE} is torn"] * (folder / PLAN_FILE).exists()
     notes += [f"{METRICS} has no step yet"] if not rows else []
     notes += [f"{file} is missing or torn" for file, of in ((ARGS_FILE, flags), (RUN_FILE, about)) if not of]
     return RunFiles(
@@ -102,6 +108,7 @@ def read_run(folder: Path, name: str = "") -> RunFiles:
         num_steps=about.get("num_steps", 0),
         has_finished=(folder / FINISHED_FILE).is_file(),
         curves=build_curves(rows),
+        plan=plan,
         notes=notes,
     )
 
