@@ -85,6 +85,7 @@ def text_of_config(args: Any, default_of: Callable[[dataclasses.Field], Any], pr
             value = str(value)  # of an Interval, which PyYAML does not know
         if value != default_of(field):
             values[field.name] = value
+    values.pop("auto", None)  # what it chose is among them
     # PyYAML writes Unicode's other line ends as they are, and reads them as spaces.
     is_printable = json.dumps(values, ensure_ascii=False).isprintable()
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=is_printable, width=100)

@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+import yaml
 from program_runs import as_flags, run, torchrun
 from test_bad_input import BAD, DONE, good_flags
 
@@ -36,6 +37,8 @@ def test_what_the_plan_chooses_is_what_runs(planned):
     args = json.loads((output / "args.json").read_text())
     assert CHOSEN.items() <= args.items() and args["auto"] is True
     assert json.loads((output / "plan.json").read_text()) == plan
+    config = yaml.safe_load((output / "config.yaml").read_text())
+    assert CHOSEN.items() <= config.items() and "auto" not in config  # it chooses nothing again
 
 
 def test_nothing_that_does_not_fit_is_started(planned):
