@@ -15,6 +15,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.models.loading import DTYPES
+from common.models.model_flops import fastest_rate
 from common.ranks import distributed
 from common.runs.durable_files import read_object, write_file
 from tools.machines import CARDS, Machines
@@ -55,14 +56,22 @@ def measure_machine() -> dict[str, Any]:
     """
     num_ranks = distributed.world_size()
     device = torch.cuda.get_device_name() if distributed.has_gpu() else "cpu"
-    rates = {name: product_rate(DTYPES[name]) for name in ("fp32", "bf16")}
-    rates |= {f"attention_{name}": attention_rate(DTYPES[name]) for name in ("fp32", "bf16")}
-    rates |= {"memory": memory_rate(), "reads": read_rate(), "launch_seconds": launch_seconds()}
-    rates["near"] = link_rate() if num_ranks > 1 else 0.0
+    rates = {
+        **{name: product_rate(DTYPES[name]) for name in ("fp32", "bf16")},
+        **{f"attention_{name}": attention_rate(DTYPES[name]) for name in ("fp32", "bf16")},
+        "memory": memory_rate(),
+        "reads": read_rate(),
+        "launch_seconds": launch_seconds(),
+        "near": link_rate() if num_ranks > 1 else 0.0,
+    }
     # The mean of the ranks, which are alike.
     rates = {name: float(f"{distributed.sum_float(rate) / num_ranks:.4g}") for name, rate in rates.items()}
-    facts = {"date": time.strftime("%Y-%m-%d"), "threads": torch.get_num_threads()}
-    facts = describe_device(device, num_ranks) | facts | rates
+    facts = {
+        **describe_device(device, num_ranks),
+        "date": time.strftime("%Y-%m-%d"),
+        "threads": torch.get_num_threads(),
+        **rates,
+    }
     if distributed.is_main():
         path = file_of_measures()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,12 +90,15 @@ def read_measures(device: str, num_ranks: int) -> tuple[dict[str, Any], str]:
         return {}, f"{error}: ignored; {cure}"
     if not measured:
         return {}, f"this machine is not measured: {cure}"
-    for name, value in describe_device(device, num_ranks).items():
-        if measured.get(name) != value:
-            return {}, f"{path} is of {name} {measured.get(name)}, not {value}: ignored; {cure}"
-    for name in ("date", "threads", *RATES):
-        if not measured.get(name) or (name in RATES and measured[name] < 0):
-            return {}, f"{path} has no valid {name!r}: ignored; {cure}"
+    wrong = [
+        f"is of {name} {measured.get(name)}, not {value}"
+        for name, value in describe_device(device, num_ranks).items()
+        if measured.get(name) != value
+    ]
+    wrong += [f"has no valid {name!r}" for name in ("date", "threads") if not measured.get(name)]
+    wrong += [f"has no valid {name!r}" for name in RATES if not (measured.get(name) or 0) > 0]
+    if wrong:
+        return {}, f"{path} {wrong[0]}: ignored; {cure}"
     return measured, ""
 
 
@@ -112,20 +124,8 @@ def machines_here(measured: dict[str, Any], dtype: str) -> Machines:
 
 
 def seconds_of(run: Callable[[], Any]) -> float:
-    """Seconds of the fastest call of those that fit into SECONDS, and of at least three after the first:
-    other programs slow down the rest.
-    """
-    wait = torch.cuda.synchronize if distributed.has_gpu() else lambda: None
-    run()
-    wait()
-    end = time.perf_counter() + SECONDS
-    took: list[float] = []
-    while len(took) < 3 or time.perf_counter() < end:
-        started = time.perf_counter()
-        run()
-        wait()
-        took.append(time.perf_counter() - started)
-    return min(took)
+    """Seconds of the fastest call of those that fit into SECONDS, and of at least three after the first."""
+    return 1 / fastest_rate([(1.0, run)], SECONDS, min_calls=4)
 
 
 def on_device(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -3,14 +3,14 @@
     python -m tools.replay RUN --step 137 [--until 140] [--num_ranks 1] [-- FLAGS]
     python -m tools.replay RUN OTHER_RUN
 
-RUN is an --output_dir with digests.jsonl, in which the run wrote digests of what it computed. The steps are
-made again from the newest checkpoint before them, or from the start, in a temporary folder; nothing in RUN
-changes. On as many ranks as before, bits are compared; on other ranks, or with FLAGS of the program that
-change how it computes, such as --zero_stage 2, numbers within BOUNDS. The exit code is 0 if all is equal,
-1 if not, 2 if it cannot be found out.
+RUN is an --output_dir with digests.jsonl.gz, which the run wrote. The steps are made again from the newest
+checkpoint before them, or from the start, in a temporary folder; nothing in RUN changes. On as many ranks as
+before, bits are compared; on other ranks, or with FLAGS of the program that change how it computes, such as
+--zero_stage 2, numbers within BOUNDS. The exit code is 0 if all is equal, 1 if not, 2 if it cannot be known.
 """
 
 import contextlib
+import gzip
 import json
 import math
 import operator
@@ -18,6 +18,8 @@ import os
 import sys
 import tempfile
 import time
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,36 +80,36 @@ Phases = dict[str, dict[str, Value]]  # phase -> tensor -> digest, in the order 
 
 def read_digests(folder: Path) -> dict[int, list[Phases]]:
     """Phases by step and rank. Raises ValueError if the folder has no digests, or a line is damaged."""
-    try:
-        lines = (folder / DIGESTS).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        hint = "a run writes it unless --digest_interval is 0"
-        raise ValueError(f"{folder / DIGESTS} cannot be read ({error.strerror}); {hint}") from error
+    path = folder / DIGESTS
     names: dict[str, list[str]] = {}
     steps = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            names |= row["names"]
-            steps[row["step"]] = [_unpack(phases, names) for phases in row["ranks"]]
-        except (KeyError, TypeError, ValueError) as error:
-            if number == len(lines):  # a run that was killed, or that still writes
-                break
-            raise ValueError(f"{folder / DIGESTS}, line {number} is damaged: {error}") from error
+    try:
+        # The last line is torn if the run was killed, or still writes.
+        with contextlib.suppress(EOFError), gzip.open(path, "rt", encoding="utf-8") as file:
+            for line in file:
+                row = json.loads(line)
+                for own_names, _ in row["ranks"]:
+                    names |= own_names
+                steps[row["step"]] = [_unpack(phases, names) for _, phases in row["ranks"]]
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror or error}); a run writes it unless --digest_interval is "
+            "0; an earlier version's digests.jsonl is not read"
+        ) from error
+    except (KeyError, TypeError, ValueError, zlib.error) as error:
+        raise ValueError(f"{path}, line {len(steps) + 1} is damaged: {error}") from error
     if not steps:
-        raise ValueError(f"{folder / DIGESTS} has no step yet")
+        raise ValueError(f"{path} has no step yet")
     return steps
 
 
 def _unpack(phases: dict[str, Any], names: dict[str, list[str]]) -> Phases:
+    unpacked = {}
     width = len(NO_BITS)
-    return {
-        phase: {
-            name: Value(bits[index * width : (index + 1) * width], total)
-            for index, (name, total) in enumerate(zip(names[key], totals, strict=True))
-        }
-        for phase, (key, bits, totals) in phases.items()
-    }
+    for phase, (key, text, totals) in phases.items():
+        bits = [text[first : first + width] for first in range(0, len(text), width)]
+        unpacked[phase] = dict(zip(names[key], map(Value, bits, totals), strict=True))
+    return unpacked
 
 
 def find_difference(before: list[Phases], now: list[Phases], bound: float | None) -> list[str]:
@@ -117,15 +119,14 @@ def find_difference(before: list[Phases], now: list[Phases], bound: float | None
     if len(before) != len(now):
         return [f"the number of ranks: {len(before)}, then {len(now)}"]
     for phase in dict.fromkeys(phase for ranks in (before, now) for rank in ranks for phase in rank):
-        lines = []
-        for rank, (one, other) in enumerate(zip(before, now, strict=True)):
-            differing = _differing(one.get(phase, {}), other.get(phase, {}), bound)
-            where = f"rank {rank}, " * (len(before) > 1)
-            lines += [f"  {where}{text}" for text in differing]
-        if len(lines) > MAX_SHOWN:
-            lines[MAX_SHOWN:] = [f"  and {len(lines) - MAX_SHOWN} more"]
+        lines = [
+            f"  {f'rank {rank}, ' * (len(before) > 1)}{text}"
+            for rank, (one, other) in enumerate(zip(before, now, strict=True))
+            for text in _differing(one.get(phase, {}), other.get(phase, {}), bound)
+        ]
         if lines:
-            return [f"{phase} differs:", *lines]
+            more = [f"  and {len(lines) - MAX_SHOWN} more"] * (len(lines) > MAX_SHOWN)
+            return [f"{phase} differs:", *lines[:MAX_SHOWN], *more]
     return []
 
 
@@ -134,58 +135,65 @@ def _differing(one: dict[str, Value], other: dict[str, Value], bound: float | No
     for name in dict.fromkeys((*one, *other)):
         if name not in one or name not in other:
             yield f"{name}: only the {'first' if name in one else 'second'} has it"
-        elif not _is_equal(one[name], other[name], bound):
-            yield f"{name}: {_describe(one[name], other[name])}"
+        elif text := _describe(one[name], other[name], bound):
+            yield f"{name}: {text}"
 
 
-def _is_equal(a: Value, b: Value, bound: float | None) -> bool:
-    if bound is None or a.total is None or b.total is None:
-        return a == b
-    if bound <= BOUNDS["fp32"] and isinstance(a.total, int) and isinstance(b.total, int):
-        return a.total == b.total
-    return abs(a.total - b.total) <= bound * max(abs(a.total), abs(b.total), LEAST)
-
-
-def _describe(a: Value, b: Value) -> str:
+def _describe(a: Value, b: Value, bound: float | None) -> str:
+    """The difference of two values; "" if they are equal, or within the bound."""
+    if a == b:
+        return ""
     if a.total is None or b.total is None:
         return "other bits"
     if a.total == b.total:
         return "other bits, the same total"
-    share = abs(a.total - b.total) / max(abs(a.total), abs(b.total))
-    return f"{a.total:.9g} against {b.total:.9g}, {share:.1e} of it"
+    difference = abs(a.total - b.total)
+    largest = max(abs(a.total), abs(b.total))
+    is_exact = bound == BOUNDS["fp32"] and isinstance(a.total, int) and isinstance(b.total, int)
+    if bound is not None and not is_exact and difference <= bound * max(largest, LEAST):
+        return ""
+    return f"{a.total:.9g} against {b.total:.9g}, {difference / largest:.1e} of it"
 
 
 def merge_ranks(ranks: list[Phases]) -> Phases:
     """The numbers that do not depend on how ranks share the work: norms and sums over all ranks."""
-    merged: dict[str, dict[str, Value]] = {}
-    for rank in ranks:
-        for phase, values in rank.items():
-            for name, value in values.items():
-                if value.total is None or phase == "state of random":
-                    continue
-                of_phase = merged.setdefault(phase, {})
-                name = name.partition("@")[0]  # of a slice
-                total = value.total
-                if name in of_phase and value.bits != NO_BITS:
-                    add = {int: operator.add}.get(type(total), math.hypot)
-                    total = add(of_phase[name].total, total)
-                of_phase[name] = Value(NO_BITS, total)
+    merged: Phases = defaultdict(dict)
+    values = ((phase, item) for rank in ranks for phase, values in rank.items() for item in values.items())
+    for phase, (name, (bits, total)) in values:
+        if total is None or phase == "state of random":
+            continue
+        name = name.partition("@")[0]  # of a slice
+        if name in merged[phase] and bits != NO_BITS:
+            add = {int: operator.add}.get(type(total), math.hypot)
+            total = add(merged[phase][name].total, total)
+        merged[phase][name] = Value(NO_BITS, total)
     return merged
 
 
 def compare(
-    before: dict[int, list[Phases]], now: dict[int, list[Phases]], steps: Sequence[int], bound: float | None
-) -> bool:
-    """Print the outcome; return whether the steps are equal."""
-    for step in steps:
-        lines = find_difference(before[step], now[step], bound)
-        if lines:
-            print(f"step {step}: {lines[0]}", *lines[1:], sep="\n")
-            return False
-    precision = {None: "bit for bit"}.get(bound, f"within {bound}")
-    num_phases = sum(len(rank) for step in steps for rank in before[step])
-    print(f"equal {precision}: steps {steps[0]} to {steps[-1]}, {num_phases} phases")
-    return True
+    folders: tuple[Path, Path],
+    before: dict[int, list[Phases]],
+    now: dict[int, list[Phases]],
+    steps: Sequence[int],
+    *,
+    is_exact: bool,
+) -> int:
+    """Print whether the steps of two runs are equal, bit by bit or within BOUNDS, and what differs besides;
+    return the exit code.
+    """
+    bound = None if is_exact else BOUNDS[start_of(folders[0], steps[0])["dtype"]]
+    differing = ((step, find_difference(before[step], now[step], bound)) for step in steps)
+    step, lines = next(((step, lines) for step, lines in differing if lines), (steps[-1], []))
+    if lines:
+        print(f"step {step}: {lines[0]}", *lines[1:], sep="\n")
+    else:
+        precision = "bit for bit" if is_exact else f"within {bound}"
+        num_phases = sum(len(rank) for step in steps for rank in before[step])
+        print(f"equal {precision}: steps {steps[0]} to {steps[-1]}, {num_phases} phases")
+    besides = surroundings(*folders, steps[-1])
+    if besides:
+        print("besides:", *besides, sep="\n")
+    return int(bool(lines))
 
 
 # ---- what differs around the numbers --------------------------------------------------------------------
@@ -205,23 +213,15 @@ def surroundings(first: Path, second: Path, step: int) -> list[str]:
     flags = [read_if_whole(folder / ARGS_FILE) for folder in (first, second)]
     starts = [start_of(folder, step) for folder in (first, second)]
     facts = [{name: start.get(name) for name in START_FACTS} | start.get("versions", {}) for start in starts]
-    lines = []
-    for kind, (one, other) in (("--", flags), ("", facts)):
-        for name in sorted({*one, *other} - NOT_WORTH_A_NOTE - {*SCRATCH_FLAGS}):
-            if one.get(name) != other.get(name):
-                lines.append(f"  {kind}{name}: {one.get(name)} against {other.get(name)}")
-    return lines
+    return [
+        f"  {kind}{name}: {one.get(name)} against {other.get(name)}"
+        for kind, (one, other) in (("--", flags), ("", facts))
+        for name in sorted({*one, *other} - NOT_WORTH_A_NOTE - {*SCRATCH_FLAGS})
+        if one.get(name) != other.get(name)
+    ]
 
 
 # ---- making steps again ---------------------------------------------------------------------------------
-
-
-def _keep_rows(config: dict[str, Any], flags: dict[str, Any], before: int, now: int) -> None:
-    """Change the numbers of batches so that other ranks take as many rows a step. Raises ValueError."""
-    for name in BATCHES_PER_STEP & flags.keys() if now != before else ():
-        if flags[name] * before % now:
-            raise ValueError(f"--{name} {flags[name]} on {before} ranks cannot be divided among {now}")
-        config[name] = flags[name] * before // now
 
 
 def build_command(
@@ -237,7 +237,12 @@ def build_command(
     earlier = [c for c in checkpoints if checkpoint_order(c.folder.name)[0] < step]
     config = yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8")) or {}
     config = {name: value for name, value in config.items() if name not in SCRATCH_FLAGS}
-    _keep_rows(config, run_flags, recorded_ranks, num_ranks)
+    # As many rows a step as on the recorded ranks.
+    for name in BATCHES_PER_STEP & run_flags.keys() if num_ranks != recorded_ranks else ():
+        if run_flags[name] * recorded_ranks % num_ranks:
+            value = f"--{name} {run_flags[name]}"
+            raise ValueError(f"{value} on {recorded_ranks} ranks cannot be divided among {num_ranks}")
+        config[name] = run_flags[name] * recorded_ranks // num_ranks
     (scratch / CONFIG_FILE).write_text(yaml.safe_dump(config), encoding="utf-8")
     program = [str(ROOT / program_of(run_flags)), "--config", str(scratch / CONFIG_FILE)]
     program += ["--output_dir", str(scratch / "run"), "--save_interval", "0", "--digest_interval", "1"]
@@ -255,18 +260,20 @@ def make_steps(command: list[str], scratch: Path, until: int, num_threads: int) 
 
     Raises ValueError with its last lines if it ends before.
     """
-    env = os.environ | {"OMP_NUM_THREADS": str(num_threads)}
     log = scratch / "log"
     with open(log, "wb") as file:
+        env = os.environ | {"OMP_NUM_THREADS": str(num_threads)}
         process = psutil.Popen(command, stdout=file, stderr=file, env=env, start_new_session=True)
     try:
         while True:
             has_ended = process.poll() is not None
-            if _has_line(scratch / "run" / DIGESTS) and until in (digests := read_digests(scratch / "run")):
-                return digests
+            with contextlib.suppress(ValueError):  # it has written no step yet
+                digests = read_digests(scratch / "run")
+                if until in digests:
+                    return digests
             if has_ended:
-                text = log.read_text(errors="replace").strip()
-                raise ValueError(f"the program ended with exit code {process.returncode}:\n{text[-3000:]}")
+                end = log.read_text(errors="replace").strip()[-3000:]
+                raise ValueError(f"the program ended with exit code {process.returncode}:\n{end}")
             time.sleep(POLL_SECONDS)
     finally:
         if process.poll() is None:
@@ -276,51 +283,34 @@ def make_steps(command: list[str], scratch: Path, until: int, num_threads: int) 
             process.wait()
 
 
-def _has_line(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size > 0 and b"\n" in path.read_bytes()
-
-
-def replay(folder: Path, args: ReplayArguments, flags: Sequence[str]) -> bool:
-    """Make the steps again and compare them; return whether they are equal."""
+def replay(folder: Path, args: ReplayArguments, flags: Sequence[str]) -> int:
+    """Make the steps again and compare them; return the exit code."""
     recorded = read_digests(folder)
     last = args.until or args.step
-    for step in (args.step, last):
-        if step not in recorded:
-            raise ValueError(
-                f"step {step} is not in {folder / DIGESTS}, which has {min(recorded)} to {max(recorded)}"
-            )
-    start = start_of(folder, args.step)
+    missing = [step for step in (args.step, last) if step not in recorded]
+    if missing:
+        raise ValueError(
+            f"step {missing[0]} is not in {folder / DIGESTS}, which has {min(recorded)} to {max(recorded)}"
+        )
     num_before = len(recorded[args.step])
-    ranks = num_before, args.num_ranks or num_before
-    bound = None
-    if ranks[0] != ranks[1] or flags:
-        bound = BOUNDS[start["dtype"]]
+    num_ranks = args.num_ranks or num_before
     with tempfile.TemporaryDirectory(prefix="replay-") as name:
         scratch = Path(name)
-        command = build_command(folder, scratch, args.step, ranks, flags)
-        made = make_steps(command, scratch, last, start["threads"])
+        command = build_command(folder, scratch, args.step, (num_before, num_ranks), flags)
+        made = make_steps(command, scratch, last, start_of(folder, args.step)["threads"])
         steps = sorted(step for step in recorded.keys() & made.keys() if step <= last)
-        is_equal = compare(recorded, made, steps, bound)
-        lines = surroundings(folder, scratch / "run", args.step)
-    if lines and not is_equal:
-        print("besides:", *lines, sep="\n")
-    return is_equal
+        is_exact = num_ranks == num_before and not flags
+        return compare((folder, scratch / "run"), recorded, made, steps, is_exact=is_exact)
 
 
-def compare_runs(first: Path, second: Path) -> bool:
-    """Compare the steps that two runs recorded; return whether they are equal."""
+def compare_runs(first: Path, second: Path) -> int:
+    """Compare the steps that two runs recorded; return the exit code."""
     before, now = read_digests(first), read_digests(second)
     steps = sorted(before.keys() & now.keys())
     if not steps:
         raise ValueError(f"{first} and {second} have recorded no step in common")
-    bound = None
-    if len(before[steps[0]]) != len(now[steps[0]]):
-        bound = BOUNDS[start_of(first, steps[0])["dtype"]]
-    is_equal = compare(before, now, steps, bound)
-    lines = surroundings(first, second, steps[-1])
-    if lines:
-        print("besides:", *lines, sep="\n")
-    return is_equal
+    is_exact = len(before[steps[0]]) == len(now[steps[0]])
+    return compare((first, second), before, now, steps, is_exact=is_exact)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -335,8 +325,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     problems.exit_if_any()
     try:
         if not args.step:
-            return int(not compare_runs(*folders))
-        return int(not replay(*folders, args, words[words.index("--") + 1 : -1]))
+            return compare_runs(*folders)
+        return replay(*folders, args, words[words.index("--") + 1 : -1])
     except (ValueError, OSError) as error:
         problems.add(str(error))
         problems.exit_if_any()

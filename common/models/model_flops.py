@@ -2,6 +2,8 @@
 
 import itertools
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,23 +147,36 @@ def faster_dtype() -> tuple[str, str]:
 
 def measure_flops(dtype: torch.dtype) -> float:
     """FLOP/s of the fastest of several matrix products, taken in turn."""
-    is_gpu = distributed.has_gpu()
-    wait = torch.cuda.synchronize if is_gpu else lambda: None
     where = {"dtype": dtype, "device": distributed.device()}
-    factors = [
-        (2 * rows * inner * columns, torch.ones(rows, inner, **where), torch.ones(columns, inner, **where))
-        for rows, inner, columns in (GPU_PRODUCTS if is_gpu else CPU_PRODUCTS)
+    products = [
+        (
+            2 * rows * inner * columns,
+            partial(
+                nn.functional.linear, torch.ones(rows, inner, **where), torch.ones(columns, inner, **where)
+            ),
+        )
+        for rows, inner, columns in (GPU_PRODUCTS if distributed.has_gpu() else CPU_PRODUCTS)
     ]
+    return fastest_rate(products, MEASURED_SECONDS)
+
+
+def fastest_rate(
+    runs: Sequence[tuple[float, Callable[[], Any]]], seconds: float, min_calls: int = 1
+) -> float:
+    """Work per second of the fastest call: other programs slow down the rest.
+
+    `runs` are (work, function), called in turn for this time, and at least `min_calls` times.
+    """
+    wait = torch.cuda.synchronize if distributed.has_gpu() else lambda: None
     wait()
-    best = 0.0
-    now = time.perf_counter()
-    end = now + MEASURED_SECONDS
-    turns = itertools.cycle(factors)
-    while now < end:
-        flops, inputs, weight = next(turns)
+    rates: list[float] = []
+    end = time.perf_counter() + seconds
+    for work, run in itertools.cycle(runs):
         started = time.perf_counter()
-        nn.functional.linear(inputs, weight)
+        run()
         wait()
         now = time.perf_counter()
-        best = max(best, flops / (now - started))
-    return best
+        rates.append(work / (now - started))
+        if now >= end and len(rates) >= min_calls:
+            break
+    return max(rates)

@@ -60,10 +60,10 @@ def reduced_gradients(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """This rank's part of the gradients of an optimizer step, with the names of their parameters; with an
     offloaded optimizer one tensor per group.
     """
-    names = {id(p): name for name, p in engine.module.named_parameters()}
     if not engine.zero_optimization():
         yield from ((name, p.grad) for name, p in engine.module.named_parameters() if p.grad is not None)
         return
+    names = {id(p): name for name, p in engine.module.named_parameters()}
     zero = engine.optimizer
     is_stage_3 = engine.zero_optimization_stage() == 3
     groups = zero.fp16_groups if is_stage_3 else zero.params_in_partition

@@ -43,17 +43,16 @@ class StepDigests:
 
     def number_phase(self, label: str) -> str:
         """Name of a phase that may occur again in the step: the label and its number, from 1."""
-        begin, end = f"{label} ", ": gradients"
-        earlier = [name for name in self.phases if name.startswith(begin) and name.endswith(end)]
-        return f"{label} {len(earlier) + 1}"
+        begin = f"{label} "
+        return begin + str(1 + sum(n.startswith(begin) and n.endswith(": gradients") for n in self.phases))
 
     def add_batches(self, phase: str, batches: Sequence[Any]) -> None:
         """Record the data of PackedBatches, as if they were one."""
         for key in batches[0].data if self.is_on else ():
             data = torch.cat([batch.data[key] for batch in batches])
             lengths = torch.cat([batch.lengths[key] for batch in batches])
-            bits = word_sum(data, weighs_positions=True)
-            bits = 3 * bits + word_sum(lengths, weighs_positions=True).to(bits.device)
+            borders = word_sum(lengths, weighs_positions=True).to(data.device)
+            bits = 3 * word_sum(data, weighs_positions=True) + borders
             self.phases.setdefault(phase, {})[key] = [bits, total_of(data)]
 
     def add_tensors(

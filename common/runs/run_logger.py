@@ -164,15 +164,11 @@ class RunLogger(Stateful):
         self._write(SAMPLES, step, fields)
 
     def rollout(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write the responses of a step to rollouts.jsonl.gz, as a gzip member that a resumed run can
-        truncate.
-        """
-        if self.folder:
-            lines = "".join(json_line({"step": step, **row}) for row in rows)
-            self.files[ROLLOUTS].append(gzip.compress(lines.encode(), mtime=0))
+        """Write the responses of a step to rollouts.jsonl.gz."""
+        self._write(ROLLOUTS, step, *rows)
 
     def digests(self, step: int, **fields: Any) -> None:
-        """Write the digests of a step to digests.jsonl."""
+        """Write the digests of a step to digests.jsonl.gz."""
         self._write(DIGESTS, step, fields)
 
     def close(self) -> None:
@@ -192,10 +188,12 @@ class RunLogger(Stateful):
                 failure = f"note: {REPORT} was not written ({type(error).__name__}: {error})"
                 self.note(f"{failure}; python -m tools.report {self.folder} writes the report")
 
-    def _write(self, name: str, step: int, fields: Mapping[str, Any]) -> None:
+    def _write(self, name: str, step: int, *rows: Mapping[str, Any]) -> None:
         if self.folder:
             # json_line, because the gradient norm is infinite in a step that fp16 skips.
-            self.files[name].append(json_line({"step": step, **fields}).encode())
+            lines = "".join(json_line({"step": step, **row}) for row in rows).encode()
+            # A gzip member of its own, so that a resumed run can truncate the file.
+            self.files[name].append(gzip.compress(lines, mtime=0) if name.endswith(".gz") else lines)
 
 
 def draw_run(folder: Path) -> None:

@@ -123,7 +123,7 @@ class Segment(NamedTuple):
     numel: int
     owner: torch.Tensor  # key of the optimizer's state, or the saved tensor itself
     offset: int = 0  # offset in the flat owner
-    is_on_all_ranks: bool = False  # each rank then saves a share
+    saved: slice = slice(None)  # of it, what this rank saves: a share if all ranks hold it
 
     @classmethod
     def of_share(cls, name: str, parameter: nn.Parameter, owner: torch.Tensor, offset: int = 0) -> "Segment":
@@ -134,19 +134,15 @@ class Segment(NamedTuple):
 
     def _part_of(self, tensor: torch.Tensor) -> torch.Tensor:
         run = tensor.detach().view(-1)[self.offset : self.offset + self.numel]
-        assert len(run) == self.numel, f"{self.name}: {self.numel} elements are owned, {len(run)} are here"
+        size = run.numel()
+        assert size == self.numel, f"{self.name}: {self.numel} elements are owned, {size} are here"
         return run
 
     def save(self, key: str, tensor: torch.Tensor) -> Iterator[TensorSlice]:
         """This rank's slice of a tensor with the owner's shape, or nothing."""
-        flat = self._part_of(tensor)
-        start = self.start
-        if self.is_on_all_ranks:
-            share = own_share(self.numel)
-            flat = flat[share]
-            start = start + share.start
-        if len(flat):
-            yield TensorSlice(key, start, flat)
+        flat = self._part_of(tensor)[self.saved]
+        if flat.numel():
+            yield TensorSlice(key, self.start + (self.saved.start or 0), flat)
 
     def load(self, reader: TensorReader, key: str, tensor: torch.Tensor) -> None:
         """Fill the part of a tensor with the owner's shape.
@@ -175,7 +171,8 @@ class EngineState(Stateful):
         names = {id(p): name for name, p in self.engine.module.named_parameters()}
         for p, start, numel, owner, offset in find_owned_runs(self.engine):
             size = p.ds_numel if is_sharded(p) else p.numel()
-            yield Segment(names[id(p)], size, start, numel, owner, offset, is_on_all_ranks=self.stage == 0)
+            saved = slice(None) if self.stage else own_share(numel)
+            yield Segment(names[id(p)], size, start, numel, owner, offset, saved)
 
     def tensor_slices(self) -> Iterator[TensorSlice]:
         """The weights and moments that this rank owns."""

@@ -24,7 +24,7 @@ ALWAYS = {
     "args.json",
     "config.yaml",
     "metrics.jsonl",
-    "digests.jsonl",
+    "digests.jsonl.gz",
     "finished.json",
     "report.html",
     "run.json",

@@ -3,6 +3,7 @@
 A spoilt run is compared with a good one; some steps of spoilt runs are made again from their own checkpoints.
 """
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -302,9 +303,8 @@ def test_an_interval_of_digests(forks, tiny, tmp_path):
         output = tmp_path / str(interval)
         flags = SFT | {"max_train_steps": 5, "digest_interval": interval, "output_dir": output}
         assert forks.run(1, step_flags(tiny, 1, **flags)).code == 0
-        lines = (output / DIGESTS).read_text().splitlines() if steps else []
-        assert [json.loads(line)["step"] for line in lines] == steps
         assert (output / DIGESTS).exists() == bool(steps)
+        assert not steps or list(replay.read_digests(output)) == steps
 
 
 def test_another_library_is_named_though_the_numbers_are_equal(run, tmp_path, capsys):
@@ -321,16 +321,19 @@ def test_another_library_is_named_though_the_numbers_are_equal(run, tmp_path, ca
 
 def test_bad_input_is_named(run, tmp_path, capsys):
     good = run(Cause(1, "", flags=SFT), is_spoilt=False)
-    lines = (good / DIGESTS).read_text().splitlines()
-    damaged, empty, moved = (tmp_path / name for name in ("damaged", "empty", "moved"))
-    for folder, text in ((damaged, "\n".join(["{", *lines])), (empty, "")):
+    whole = (good / DIGESTS).read_bytes()
+    lines = gzip.decompress(whole)
+    damaged, flipped, empty, moved = (tmp_path / name for name in ("damaged", "flipped", "empty", "moved"))
+    at_9 = lines.replace(b'"step": 1', b'"step": 9').splitlines()[0]
+    contents = {damaged: gzip.compress(b"{\n" + lines), empty: b"", moved: gzip.compress(at_9)}
+    for folder, content in (contents | {flipped: whole[:60] + b"?" + whole[61:]}).items():
         folder.mkdir()
-        (folder / DIGESTS).write_text(text)
-    moved.mkdir()
-    (moved / DIGESTS).write_text(lines[0].replace('"step": 1', '"step": 9'))
+        (folder / DIGESTS).write_bytes(content)
+    (tmp_path / "digests.jsonl").touch()
     cases = {
-        (tmp_path / "nowhere", "--step", "1"): "a run writes it unless --digest_interval is 0",
+        (tmp_path, "--step", "1"): "--digest_interval is 0; an earlier version's digests.jsonl is not read",
         (damaged, good): f"{DIGESTS}, line 1 is damaged",
+        (flipped, good): DIGESTS,
         (empty, good): f"{DIGESTS} has no step yet",
         (moved, good): "have recorded no step in common",
         (good, "--step", "9"): f"step 9 is not in {good}/{DIGESTS}, which has 1 to 3",
@@ -345,3 +348,10 @@ def test_bad_input_is_named(run, tmp_path, capsys):
         with pytest.raises(SystemExit) as left:
             replay.main([str(word) for word in words])
         assert left.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_line_that_is_torn_is_left_out(run, tmp_path):
+    good = run(Cause(1, "", flags=SFT), is_spoilt=False)
+    (tmp_path / DIGESTS).write_bytes((good / DIGESTS).read_bytes()[:-30])
+    whole = replay.read_digests(good)
+    assert replay.read_digests(tmp_path) == {step: whole[step] for step in (1, 2)}

@@ -200,7 +200,7 @@ def test_measured_rates_count_what_is_done(monkeypatch):
 
 
 def test_seconds_are_those_of_the_fastest_of_several_calls(monkeypatch):
-    times = iter([0.0, 0.0, 5.0, 5.0, 6.0, 6.0, 9.0, 20.0])  # until when; three calls; the end
+    times = iter([0.0, 0.0, 5.0, 5.0, 6.0, 6.0, 9.0, 9.0, 20.0])  # the start, and four calls
     monkeypatch.setattr(measured_machine.time, "perf_counter", lambda: next(times))
     calls = []
     assert measured_machine.seconds_of(lambda: calls.append(1)) == 1.0

@@ -97,7 +97,7 @@ def test_run_logger_of_a_resumed_run_has_every_line_once(tmp_path, monkeypatch):
         first.log(step, {"a/b": 1.0})
         first.sample(step, answer="ä")
         first.rollout(step, [{"answer": "ä"}, {"answer": str(step)}])
-        first.digests(step, names={}, ranks=[step])
+        first.digests(step, ranks=[step])
     assert not synced
     numbers = first.json_state()
     assert synced == list(numbers["sizes"]), "lines are on the disk before a checkpoint counts them"
@@ -105,7 +105,7 @@ def test_run_logger_of_a_resumed_run_has_every_line_once(tmp_path, monkeypatch):
     for step in (3, 4):  # done again below: this run ends without a further checkpoint
         first.log(step, {"a/b": 1.0})
         first.sample(step, answer="lost")
-        first.digests(step, names={}, ranks=["lost"])
+        first.digests(step, ranks=["lost"])
         first.rollout(step, [{"answer": "lost"}])
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 5, "torn')
@@ -116,12 +116,13 @@ def test_run_logger_of_a_resumed_run_has_every_line_once(tmp_path, monkeypatch):
     assert sizes == numbers["sizes"]
     second.log(3, {"a/b": 2.0})
     second.sample(3, answer="again")
-    second.digests(3, names={}, ranks=["again"])
+    second.digests(3, ranks=["again"])
     second.rollout(3, [{"answer": "again", "kl": float("nan")}])
     second.close()
     assert [(r["step"], r["a/b"]) for r in lines_of(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 1), (3, 2)]
     assert [r["answer"] for r in lines_of(tmp_path / "samples.jsonl")] == ["ä", "ä", "again"]
-    assert [r["ranks"] for r in lines_of(tmp_path / "digests.jsonl")] == [[1], [2], ["again"]]
+    with gzip.open(tmp_path / "digests.jsonl.gz", "rt") as file:
+        assert [json.loads(line)["ranks"] for line in file] == [[1], [2], ["again"]]
     with gzip.open(tmp_path / "rollouts.jsonl.gz", "rt") as file:
         rows = [json.loads(line) for line in file]
     assert [(r["step"], r["answer"]) for r in rows] == [(1, "ä"), (1, "1"), (2, "ä"), (2, "2"), (3, "again")]
