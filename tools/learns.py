@@ -8,8 +8,9 @@ import argparse
 import contextlib
 import io
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,8 +38,10 @@ from tools.step_flags import StageArguments, parse_step_args
 
 NUM_READ = 200  # rows whose tokens are read: a share of them is known to 0.07
 NUM_FITTED = 4  # rows of the batch that is overfitted
-FACTORS = (1, 10, 100)  # of the run's learning rate: one for a whole epoch may be too low for a few steps
+# Factors of the run's learning rate, which may be too low for a few steps, and their shares of the time
+FACTORS = {1: 0.25, 10: 0.25, 100: 0.5}
 STEPS_PER_FACTOR = 20
+LIMIT_SECONDS = 60.0  # of the steps of a check
 # At 0.1 nats per token the trained token has 0.9 of the probability, so greedy decoding repeats it; at 0.1
 # per pair, the chosen response has 0.9 of the probability of being the better one.
 FITTED_LOSS = 0.1
@@ -192,26 +195,57 @@ def check_lengths(rows: Sequence[dict[str, Any]]) -> Line:
 # ---- one batch ------------------------------------------------------------------------------------------
 
 
+class Fit(NamedTuple):
+    """Values of the steps of `fit`, and how far it got."""
+
+    values: list[float]
+    factor: int  # of the learning rates in the last step
+    is_fitted: bool
+    is_late: bool  # fewer steps than there should be
+
+    def judge(
+        self, name: str, text: str, cure: str, *, role: str = "", has_moved: bool, is_note: bool = False
+    ) -> Line:
+        """The line of a check: a note if there was no time for all steps; `role` begins the flags."""
+        if not has_moved:
+            cure = f"no weight moves: --{role}learning_rate, --{role}lora_learning_rate, frozen weights"
+        elif self.is_late:
+            cure = "undecided, as its time was over: use a faster machine, or a smaller model; " + cure
+        text = f"{text} after {len(self.values)} updates at up to {self.factor} times the learning rates"
+        is_note = has_moved and (is_note or self.is_late)
+        return judged(name, text, cure, is_ok=self.is_fitted and has_moved, is_note=is_note)
+
+
+def within(seconds: float, items: Iterable[Any]) -> Iterator[Any]:
+    """Yield items, at least one, until the time is over."""
+    end = time.monotonic() + seconds
+    for item in items:
+        yield item
+        if time.monotonic() > end:
+            return
+
+
 def fit(
     engines: Sequence[Any],
     take_step: Callable[[], float],
     is_fitted: Callable[[float], bool],
     num_steps: int = STEPS_PER_FACTOR,
-) -> tuple[list[float], int]:
+    seconds: float = LIMIT_SECONDS,
+) -> Fit:
     """Take steps at the run's learning rates, then at ten and a hundred times these, until a step's value is
-    fitted; return the values, and the last factor. A rate of 0 stays 0.
+    fitted. A rate of 0 stays 0.
     """
     values: list[float] = []
-    for factor in FACTORS:
+    for factor, share in FACTORS.items():
         for engine in engines if factor > 1 else ():
             engine.lr_scheduler.base_lrs = [10 * rate for rate in engine.lr_scheduler.base_lrs]
             for group in engine.optimizer.param_groups:
                 group["lr"] *= 10
-        for _ in range(num_steps):
+        for _ in within(seconds * share, range(num_steps)):
             values.append(take_step())
             if is_fitted(values[-1]):
-                return values, factor
-    return values, factor
+                return Fit(values, factor, is_fitted=True, is_late=False)
+    return Fit(values, factor, is_fitted=False, is_late=len(values) < num_steps * len(FACTORS))
 
 
 def fit_rows(trainer: Any, batch: PackedBatch, limit: float) -> Line:
@@ -221,16 +255,13 @@ def fit_rows(trainer: Any, batch: PackedBatch, limit: float) -> Line:
         trainer.train_step(1, [batch])
         return trainer.logger.last[f"{trainer.kind}/loss"]
 
-    losses, factor = fit([trainer.engine], take_step, lambda loss: loss < limit)
-    text = (
-        f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps (should be below {limit:g}), "
-        f"at up to {factor} times the learning rates"
-    )
+    done = fit([trainer.engine], take_step, lambda loss: loss < limit)
+    text = f"loss {done.values[0]:.3f} -> {done.values[-1]:.3f} (should be below {limit:g})"
     cure = "raise --learning_rate, or look at the learned tokens with tools.check_data"
-    if len(set(losses)) == 1:
-        cure = "no weight moves: --learning_rate, --lora_learning_rate, frozen weights"
-    is_note = losses[-1] < losses[0] / 2
-    return judged("overfits one batch", text, cure, is_ok=losses[-1] < limit, is_note=is_note)
+    has_moved = len(set(done.values)) > 1 or done.is_fitted
+    return done.judge(
+        "overfits one batch", text, cure, has_moved=has_moved, is_note=done.values[-1] < done.values[0] / 2
+    )
 
 
 def check_fitted_ends(model: Any, rows: Sequence[dict[str, Any]], template: Template) -> Line:

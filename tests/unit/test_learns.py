@@ -1,5 +1,6 @@
 """Numbers and verdicts of tools.doctor --learns, by hand; tests/programs/test_doctor_learns.py runs it."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -26,12 +27,35 @@ def test_rates_rise_tenfold_until_a_value_is_fitted():
         rates.append(made.optimizer.param_groups[0]["lr"])
         return float(len(rates))
 
-    values, factor = learns.fit([made], take_step, lambda value: value == 5, 2)
-    assert values == [1, 2, 3, 4, 5] and factor == 100
+    done = learns.fit([made], take_step, lambda value: value == 5, 2)
+    assert done == learns.Fit([1, 2, 3, 4, 5], 100, is_fitted=True, is_late=False)
     assert rates == [0.5, 0.5, 5.0, 5.0, 50.0]
     assert made.lr_scheduler.base_lrs == [50.0, 0.0] and made.optimizer.param_groups[1]["lr"] == 0
-    assert learns.fit([engine(1.0)], take_step, lambda value: value == 6, 2) == ([6.0], 1)
-    assert learns.fit([engine(1.0)], take_step, lambda value: False, 2) == ([7, 8, 9, 10, 11, 12], 100)
+    assert learns.fit([engine(1.0)], take_step, lambda value: value == 6, 2).values == [6.0]
+    done = learns.fit([engine(1.0)], take_step, lambda value: False, 2)
+    assert done == learns.Fit([7, 8, 9, 10, 11, 12], 100, is_fitted=False, is_late=False)
+
+
+def test_steps_have_shares_of_a_time_and_a_late_check_decides_nothing(monkeypatch):
+    clock = itertools.count(step=1.0)  # a second passes at each look
+    monkeypatch.setattr(learns.time, "monotonic", lambda: float(next(clock)))
+    assert list(learns.within(3.0, range(9))) == [0, 1, 2, 3]
+    assert list(learns.within(0.0, range(9))) == [0]
+    done = learns.fit([engine(1.0)], lambda: 2.0, lambda value: False, 9, 8.0)
+    assert done == learns.Fit([2.0] * (3 + 3 + 5), 100, is_fitted=False, is_late=True)
+    state, _, text = done.judge("name", "text", "raise it", has_moved=True)
+    assert state == NOTE and text.startswith(
+        "text after 11 updates at up to 100 times the learning rates; und"
+    )
+    state, _, text = done.judge("name", "text", "raise it", role="actor_", has_moved=False)
+    assert state == PROBLEM and "no weight moves: --actor_learning_rate, --actor_lora_learning" in text
+
+
+def test_a_rise_is_counted_in_standard_errors():
+    first = torch.tensor([1.0, 2.0, 3.0])  # variances 1 and 4, of means 1/3 and 4/3
+    assert learns_ppo.rise_of(first, torch.tensor([4.0, 6.0, 8.0])) == pytest.approx(4 / (5 / 3) ** 0.5)
+    assert learns_ppo.rise_of(first, first - 1) == pytest.approx(-1 / (2 / 3) ** 0.5)
+    assert learns_ppo.rise_of(torch.ones(3), torch.ones(3)) == 0.0
 
 
 def test_a_length_is_scored_in_deviations_of_the_first_ones():
@@ -44,8 +68,8 @@ def test_a_length_is_scored_in_deviations_of_the_first_ones():
 @pytest.mark.parametrize(
     ("losses", "state", "text"),
     [
-        ([2.0, 0.05], OK, "loss 2.000 -> 0.050 in 2 steps (should be below 0.1), at up to 1 times"),
-        ([2.0] + [0.9] * 59, NOTE, "in 60 steps (should be below 0.1), at up to 100 times"),
+        ([2.0, 0.05], OK, "loss 2.000 -> 0.050 (should be below 0.1) after 2 updates at up to 1 times"),
+        ([2.0] + [0.9] * 59, NOTE, "after 60 updates at up to 100 times"),
         ([2.0] + [1.5] * 59, PROBLEM, "raise --learning_rate"),
         ([2.0] * 60, PROBLEM, "no weight moves"),
     ],
