@@ -192,8 +192,9 @@ class RunLogger(Stateful):
         if self.folder:
             # json_line, because the gradient norm is infinite in a step that fp16 skips.
             lines = "".join(json_line({"step": step, **row}) for row in rows).encode()
-            # A gzip member of its own, so that a resumed run can truncate the file.
-            self.files[name].append(gzip.compress(lines, mtime=0) if name.endswith(".gz") else lines)
+            if name.endswith(".gz"):  # a member of its own, so that a resumed run can truncate the file
+                lines = gzip.compress(lines, mtime=0)
+            self.files[name].append(lines)
 
 
 def draw_run(folder: Path) -> None:
