@@ -27,7 +27,7 @@ from common.runs.checkpoints import (
     save_checkpoint,
 )
 from common.runs.durable_files import SaveFailed
-from common.runs.saved_state import RandomState, TensorReader, TensorSlice, write_slices
+from common.runs.saved_state import RandomState, Segment, TensorReader, TensorSlice, write_slices
 
 MODEL = "model-rank-00000.safetensors"
 
@@ -357,3 +357,11 @@ def test_a_run_that_is_not_there_is_named(tmp_path):
             reader.read("w", start, numel)
     with pytest.raises(ValueError, match="it holds 0 elements of other"):
         reader.read("other")
+
+
+def test_a_rank_saves_its_share_of_what_all_hold_at_its_place():
+    owner = torch.arange(10.0)
+    segment = Segment("w", 30, 10, 10, owner, saved=slice(3, 7))  # elements 10 to 20 of 30
+    (saved,) = segment.save("w:weight", owner)
+    assert (saved.key, saved.start, saved.tensor.tolist()) == ("w:weight", 13, [3.0, 4.0, 5.0, 6.0])
+    assert not list(segment._replace(saved=slice(10, 10)).save("w:weight", owner)), "of a small tensor, none"
