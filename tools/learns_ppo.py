@@ -30,7 +30,8 @@ from tools.doctor import NOTE, Line, judged
 from tools.learns import CHANGED, check_template, fit, spread, within
 
 NUM_RESPONSES = 32  # of a step: if none ends, fewer than 9 % do, with 95 % confidence
-MAX_GROUP = 8  # responses to a prompt
+MIN_GROUP = 4  # responses to a prompt, which is computed once for them
+MAX_GROUP = 8
 NUM_UPDATED = 4  # responses that are trained on before their reward is their length
 MAX_NEW_TOKENS = 8  # of the responses whose reward is their length
 STEPS_PER_FACTOR = 4
@@ -49,7 +50,7 @@ CHANGED_PPO = (
 
 def check_ppo(args: Any, words: list[str]) -> Iterator[Line]:
     """Step 3, from its prompts to its critic; `args` are the flags that `words` give."""
-    group = min(max(args.num_samples_per_prompt, 2), MAX_GROUP)
+    group = min(max(args.num_samples_per_prompt, MIN_GROUP), MAX_GROUP)
     num_prompts = NUM_RESPONSES // group
     sizes = {
         "num_samples_per_prompt": group,
