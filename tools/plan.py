@@ -116,7 +116,8 @@ def plan_start(args: Any, problems: Problems) -> None:
     print("\n".join(lines), flush=True)
     if not memory.fits:
         cure = "apply the change, or start anyway with NO_PLAN=1, or --no_plan of train.py"
-        cure = "apply the change, or leave out --auto" if args.auto else cure
+        if args.auto:
+            cure = "apply the change, or leave out --auto"
         print(f"error: step {args.stage} was not started; {cure}", file=sys.stderr)
         raise SystemExit(2)
 
