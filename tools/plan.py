@@ -301,14 +301,17 @@ def find_machines(run: Run) -> tuple[Machines | None, str]:
     A GPU without a measurement has those of its kind.
     """
     args = run.args
-    reason = "data sheets, and the shares of them that others reach (tools/machines.py)"
-    if args.gpu not in CARDS:
-        measured, reason = read_measures(args.gpu, args.num_gpus)
-        if measured:
-            date, threads = measured["date"], measured["threads"]
-            source = f"this machine as measured on {date}, threads per rank: {threads}"
-            return machines_here(measured, args.dtype), source
-    return machines_of_kind(kind_of(args.gpu) or args.gpu, args.dtype), reason
+    machines = machines_of_kind(kind_of(args.gpu) or args.gpu, args.dtype)
+    sheets = "data sheets, and the shares of them that others reach (tools/machines.py)"
+    if args.gpu in CARDS:
+        return machines, sheets
+    measured, reason = read_measures(args.gpu, args.num_gpus)
+    if measured:
+        source = f"this machine as measured on {measured['date']}, threads per rank: {measured['threads']}"
+        return machines_here(measured, args.dtype), source
+    if machines:
+        reason = f"{sheets}; {reason}"
+    return machines, reason
 
 
 def time_lines(run: Run) -> list[str]:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import yaml
-from program_runs import as_flags, run, torchrun
+from program_runs import ROOT, as_flags, run, torchrun
 from test_bad_input import BAD, DONE, good_flags
 
 CHOSEN = {"actor_zero_stage": 2, "critic_zero_stage": 3, "max_tokens_per_micro_batch": 80}
@@ -51,6 +51,17 @@ def test_a_run_that_cannot_be_planned_chooses_nothing(planned):
     assert done.codes == [BAD, BAD] and not output.exists()
     assert "no memory plan: a model of its own" in done.text(0)
     assert "--auto: this run cannot be planned, see above; leave it out" in done.text(0)
+
+
+def test_the_real_plan_of_a_pretended_gpu(tiny, output, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(output.parent))  # nothing is measured there
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/pretended_site"))
+    flags = as_flags(good_flags(tiny, output, 1, auto=True, max_train_steps=1))
+    done = run([sys.executable, "step1_sft/main.py", *flags])
+    assert "--auto sets no flag" in done.stderr and "on 1 x NVIDIA A100" in done.stderr
+    plan = json.loads((output / "plan.json").read_text())
+    assert plan["flags"] == {} and "; this machine is not measured: " in plan["source"]
+    assert max(plan["memory_gib"].values()) > 0 < plan["seconds"]["train"]
 
 
 def test_the_real_plan(tiny, output):
