@@ -86,9 +86,8 @@ def kept_flags(run: Run, given: Set[str]) -> Flags:
     earlier = find_run(run.args, Problems())
     if not earlier.checkpoints:
         return {}
-    checkpoint = earlier.checkpoints[0]
-    saved = checkpoint.meta["args"]
-    starts = read_if_whole(checkpoint.folder.parents[1] / RUN_FILE, starts=list).get("starts") or [{}]
+    folder, saved = earlier.checkpoints[0].folder, earlier.checkpoints[0].meta["args"]
+    starts = read_if_whole(folder.parents[1] / RUN_FILE, starts=list).get("starts") or [{}]
     is_same = saved.get("auto") and starts[-1].get("world_size") == run.num_ranks
     return {name: saved[name] for name in AUTO_FLAGS if name in saved.keys() - given} if is_same else {}
 
@@ -100,8 +99,7 @@ def rate(run: Run, machines: Machines, flags: Mapping[str, Any]) -> Choice | Non
     if changed is None:
         return None
     memory = MemoryPlan(changed)
-    margin = MARGIN * changed.memory_bytes
-    lacking = memory.lacking + max(margin - max(memory.left, 0.0), 0.0)
+    lacking = memory.lacking + max(MARGIN * changed.memory_bytes - max(memory.left, 0.0), 0.0)
     return Choice(changes, changed, lacking, step_seconds(plan_times(changed, machines).values()))
 
 
@@ -202,8 +200,7 @@ def describe(choice: Choice) -> str:
     text = as_flags(choice.flags) or "no flag"
     if not MemoryPlan(choice.run).fits:
         return f"--auto: nothing fits; {text} lacks least"
-    tight = f", and leaves less than {MARGIN:.0%} of the memory" if choice.lacking else ""
-    return f"--auto sets {text}{tight}"
+    return f"--auto sets {text}" + f", and leaves less than {MARGIN:.0%} of the memory" * bool(choice.lacking)
 
 
 def with_more_gpus(run: Run, machines: Machines) -> Choice | None:

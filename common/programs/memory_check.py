@@ -47,10 +47,10 @@ def start_plan(stage: int, argv: Sequence[str]) -> subprocess.Popen:
     num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
     num_nodes = -(-int(os.environ.get("WORLD_SIZE", "1")) // num_gpus)
     given = ["--gpu", "here", "--num_gpus", str(num_gpus), "--num_nodes", str(num_nodes)]
-    given += ["--json", str(plan_file())]
+    given += ["--stage", str(stage), "--json", str(plan_file())]
     plan_file().unlink(missing_ok=True)  # of an earlier run in this process
     # -P: the current folder, which may have another `tools`, is not searched.
-    command = [sys.executable, "-P", "-m", "tools.plan", *given, "--stage", str(stage), *argv]
+    command = [sys.executable, "-P", "-m", "tools.plan", *given, *argv]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, errors="replace", **streams)
