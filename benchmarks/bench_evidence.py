@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Regenerates a section of docs/results.md: its facts and its figure.
+"""Regenerates a page of docs/results: its facts and its figure.
 
 python benchmarks/bench_evidence.py NAME [--quick] [--data_path FILE ...] [--trl_python PYTHON ...]
 

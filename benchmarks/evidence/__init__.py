@@ -1,1 +1,1 @@
-"""The sections of docs/results.md: TOML files, run by runs.py, and modules with a `measure`."""
+"""The pages of docs/results: TOML files, run by runs.py, and modules with a `measure`."""

@@ -1,4 +1,4 @@
-"""Sections of docs/results.md that are runs of a step's program: the TOML files next to this one.
+"""Pages of docs/results that are runs of a step's program: the TOML files next to this one.
 
 A file defines a section's cases: the words of a command, the number of seeds (from 1), and environment
 variables. Runs execute in parallel, one per core of this process, one thread each. A finished run is only

@@ -145,18 +145,18 @@ def test_the_word_problems_are_told_with_their_intervals():
 
 FILES = [path for path in (ROOT / "docs/results").glob("*.json") if path.stem != "judges"]  # docs/exports.md
 EVIDENCE = {path.stem: json.loads(path.read_text()) for path in FILES}
-SECTIONS = {
-    name: next(of for of in RESULTS.split("\n## ") if f"](results/{name}.json)" in of) for name in EVIDENCE
-}
+SECTIONS = {name: (ROOT / f"docs/results/{name}.md").read_text() for name in EVIDENCE}
 
 
 @pytest.mark.parametrize("name", EVIDENCE)
 def test_a_section_names_its_command_its_file_and_its_figure(name):
     found, section = EVIDENCE[name], SECTIONS[name]
     assert f"```bash\n{found['command']}\n```" in section
-    assert f"[{name}.json](results/{name}.json), commit {found['commit']}" in section
-    assert f"(results/{name}.svg)" in section
-    assert f"`{found['command']}`, **planned**" not in RESULTS
+    assert f"[{name}.json]({name}.json), commit {found['commit']}" in section
+    assert f"({name}.svg)" in section
+    summary = next(of for of in RESULTS.split("\n## ") if f"](results/{name}.md)" in of)
+    assert f"```bash\n{found['command']}\n```" in summary and "**Against us first**" in summary
+    assert f"`{found['command']}`, **planned**" not in RESULTS and RESULTS.count("\n") <= 250
 
 
 def told_scores(scores: list[float], decimals: int = 2) -> str:
