@@ -1,5 +1,6 @@
 """Start the programs, in this process or in processes of their own, and read what they leave behind."""
 
+import gzip
 import importlib
 import json
 import os
@@ -121,9 +122,10 @@ def read_strictly(text: str) -> Any:
 def assert_json(folder: Path) -> None:
     """Fail where a .json, or a line of a .jsonl, below a folder is not JSON."""
     files = [path for path in folder.rglob("*.json*") if path.is_file()]
-    assert {path.suffix for path in files} == {".json", ".jsonl"}
+    assert {path.suffix for path in files} == {".json", ".jsonl", ".gz"}
     for path in files:
-        for text in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
+        whole = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
+        for text in whole.splitlines() if ".jsonl" in path.name else [whole]:
             found = read_strictly(text)
             if path.name == "meta.json":  # of a checkpoint
                 read_strictly(found["content"])
