@@ -27,13 +27,13 @@ from step2_reward.pair_trainer import DPOTrainer, RewardTrainer
 
 
 def test_ipo_by_hand():
-    # Ratios -10 + 12 = 2 and -8 + 7 = -1: h = 3, and the target is 1 / (2 * 0.25) = 2.
-    chosen, rejected, *reference = sums(-10, -8, -12, -7)
+    # Ratios -10 + 12 = 2 and -8 + 6 = -2: h = 4, and the target is 1 / (2 * 0.25) = 2.
+    chosen, rejected, *reference = sums(-10, -8, -12, -6)
     chosen.requires_grad_(), rejected.requires_grad_()
     found = ipo_loss(chosen, rejected, *reference, beta=0.25)
-    assert (found.chosen.item(), found.rejected.item(), found.loss.item()) == (0.5, -0.25, 1.0)
+    assert (found.chosen.item(), found.rejected.item(), found.loss.item()) == (0.5, -0.5, 4.0)
     found.loss.backward()
-    assert (chosen.grad.item(), rejected.grad.item()) == (2.0, -2.0)  # 2 (h - target)
+    assert (chosen.grad.item(), rejected.grad.item()) == (4.0, -4.0)  # 2 (h - target)
 
 
 def test_ipo_takes_means_over_the_tokens_of_an_answer():

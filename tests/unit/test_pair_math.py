@@ -80,6 +80,15 @@ def test_token_wise_loss_by_hand():
     close(terms, [(2 * math.log(4 / 3) + math.log(2)) / 3])
 
 
+def test_token_wise_loss_is_the_mean_of_each_pair_alone():
+    """One pair differs at two positions, the other at one, of which the sigmoid is 3/4."""
+    log3 = math.log(3)
+    chosen = torch.tensor([[9.0, log3, log3], [9.0, log3, 70.0]])
+    rejected = torch.tensor([[9.0, 0.0, 0.0], [9.0, 0.0, -80.0]])
+    lengths = torch.tensor([3, 2])
+    close(token_wise_loss(chosen, rejected, lengths, lengths, torch.tensor([1, 1])), [math.log(4 / 3)] * 2)
+
+
 def test_token_wise_loss_and_its_gradient_do_not_read_padding():
     *values, chosen_lengths, rejected_lengths, divergence = right_padded_pairs()
     lengths = (chosen_lengths, rejected_lengths)
@@ -118,7 +127,8 @@ def test_identical_pairs_have_no_gradient():
 
 
 def test_first_difference_by_hand():
-    chosen = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 0, 0], [5, 6, 7, 1], [1, 2, 3, 4]])
+    # padding may be the token that the longer one has there
+    chosen = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 1], [1, 2, 3, 4]])
     rejected = torch.tensor([[5, 6, 9, 8], [5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 2], [9, 2, 3, 4]])
     chosen_lengths, rejected_lengths = torch.tensor([4, 4, 2, 3, 4]), torch.tensor([4, 2, 4, 3, 4])
     # at 7 / 9; where the shorter one ends, twice; identical, of length 3; at the very first

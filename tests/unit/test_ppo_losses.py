@@ -58,6 +58,15 @@ def test_policy_loss_with_a_higher_upper_bound_and_a_bounded_negative_side():
     assert found == expected
 
 
+def test_a_small_positive_advantage_has_no_bound_of_the_negative_side():
+    """Nor is its lower side clipped, and a ratio at a bound is inside."""
+    ratios = torch.tensor([1.0, 0.5, 1.2, 0.8])
+    advantages = torch.tensor([0.5, 0.5, 0.5, -0.5])
+    loss, sides = clipped_surrogate(ratios, advantages, (0.2, 0.2), 3.0)
+    close(loss, [-0.5, -0.25, -0.6, 0.4])
+    assert not any(side.any() for side in sides.values())
+
+
 def test_policy_loss_and_its_gradient_do_not_read_padding():
     """O24: log_ratio * mask. A23: where, since NaN * 0 is NaN. O9: flat tokens have the same loss."""
     new, old, advantages, mask = random_batch(3)
@@ -268,6 +277,16 @@ def test_huber_value_loss_by_hand():
     # |e| - 1/2 above 1: 2 -> 1.5; 1 and, clipped to 1.2, 1.8 -> 1.3; 2 -> 1.5; 3 -> 2.5; 0.5 -> 0.25 / 2
     losses, slopes = [1.5, 1.3, 1.5, 2.5, 0.125, 0.0], [-1.0, 0.0, 1.0, -1.0, -0.5, 0.0]
     check_value_loss(value_loss_terms, "huber", losses, slopes)
+
+
+def test_a_value_below_its_range_is_clipped_too():
+    """From 1 to 0.5 towards a return of 0: the loss is that of 0.8, and has no gradient."""
+    new = torch.tensor([0.5], requires_grad=True)
+    is_real = torch.tensor([True])
+    loss, is_clipped = value_loss_terms(new, torch.ones(1), torch.zeros(1), is_real, clip_range=0.2)
+    loss.sum().backward()
+    close(loss, [0.8**2 / 2])
+    assert is_clipped.tolist() == [True] and new.grad.tolist() == [0.0]
 
 
 def test_a_value_inside_its_range_is_not_counted_as_clipped_by_rounding():
