@@ -104,6 +104,8 @@ def outcome_of(program: str, words: list[str]) -> tuple[str, str]:
     module = importlib.import_module(program)
     said = io.StringIO()
     with contextlib.ExitStack() as patches, contextlib.redirect_stderr(said):
+        # --auto: a plan is made by a process that takes seconds, see tests/programs/test_auto.py
+        patches.enter_context(mock.patch("common.programs.startup.make_plan", lambda *_, **__: {}))
         for name in PROGRAMS[program][1]:
             patches.enter_context(mock.patch(f"{program}.{name}", mock.Mock(side_effect=Reached)))
         try:
