@@ -46,6 +46,7 @@ from common.generation.kv_cache import kv_bytes_per_token
 from common.models.attention import choose_attention
 from common.models.loading import DTYPES
 from common.ranks import distributed
+from common.runs.run_logger import peak_memory_gib
 from tools.memory_plan import MemoryPlan
 from tools.planned_run import known_config
 
@@ -176,7 +177,7 @@ def run_case(flags: dict[str, Any], num_runs: int) -> dict[str, Any]:
     planned = sum(value for (_, what), value in peak.gpu.items() if what != "reserved")
     results = rates["ours"] | {"planned_gib": round(planned / GIB, 2)}
     if torch.cuda.is_available():
-        results["peak_gib"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
+        results["peak_gib"] = round(peak_memory_gib(), 2)
     results["mfu"] = round(metrics["perf/mfu"], 4)
     results["logprob_gap"] = round(metrics["policy/logprob_gap"], 5)
     results["phases"] = {

@@ -1,4 +1,4 @@
-"""Costs of a step: seconds, tokens and FLOPs of each phase."""
+"""Costs of a step: seconds, tokens, FLOPs and a GPU's memory of each phase."""
 
 import contextlib
 import time
@@ -20,6 +20,8 @@ class StepCosts:
         self.now = now
         self.peak_flops = 0.0
         self.seconds, self.tokens = Counter(), Counter()  # by phase, on this rank
+        self.peaks = Counter()  # bytes of a GPU by phase
+        self.peak = 0  # bytes of a GPU, of the whole run
         self._running = ""
         self.begin_step()
 
@@ -30,6 +32,7 @@ class StepCosts:
             yield
             return
         self._running, started = name, self.now()
+        self.take_peak()  # of what came before
         try:
             yield
         finally:
@@ -38,10 +41,20 @@ class StepCosts:
                 # phase. Once per phase, never per micro-batch: results are read after a phase anyway.
                 with contextlib.suppress(RuntimeError):  # a failed device has already raised
                     torch.cuda.synchronize()
+                self.peaks[name] = max(self.peaks[name], self.take_peak())
             spent = self.now() - started
             self.seconds[name] += spent
             self._spent += spent
             self._running = ""
+
+    def take_peak(self) -> int:
+        """Largest number of bytes on the GPU since the last call; 0 without a GPU."""
+        if not torch.cuda.is_initialized():
+            return 0
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.peak = max(self.peak, peak)
+        return peak
 
     def count(self, tokens: int, flops: float) -> None:
         """Add work to the running timer; without one it belongs to no step."""
@@ -75,7 +88,8 @@ class StepCosts:
             metrics[f"perf/{name}_seconds"] = spent
             if self.tokens[name] and spent:
                 metrics[f"perf/{name}_tokens_per_second"] = self.tokens[name] * num_ranks / spent
-        self.seconds, self.tokens = Counter(), Counter()
+        metrics |= {f"perf/{name}_peak_gib": peak / 2**30 for name, peak in self.peaks.items()}
+        self.seconds, self.tokens, self.peaks = Counter(), Counter(), Counter()
         return metrics
 
 

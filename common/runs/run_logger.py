@@ -22,11 +22,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from common.flags.groups import RunArguments
 from common.ranks import distributed, passes
 from common.ranks.failures import kind_and_line
+from common.ranks.step_costs import COSTS
 from common.runs.console import StepTable, TimeLeft, outcome_line
 from common.runs.durable_files import WRITING, json_line, read_if_whole, sync, without_nan
 from common.runs.run_files import DIGESTS, METRICS, REPORT, ROLLOUTS, SAMPLES, TRACKERS_FILE
@@ -212,7 +211,8 @@ def draw_run(folder: Path) -> None:
 def peak_memory_gib() -> float:
     """Peak memory of this process: of the GPU if there is one, else resident memory."""
     if distributed.has_gpu():
-        return torch.cuda.max_memory_allocated() / 2**30
+        COSTS.take_peak()
+        return COSTS.peak / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 

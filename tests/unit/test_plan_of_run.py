@@ -162,7 +162,10 @@ def test_phases_that_share_a_clock_are_one_row():
     reached |= {"optimizer": 1.0, "digests": 0.25}
     curves = {f"perf/{name}_seconds": Curve([1, 2], [99.0, of]) for name, of in reached.items()}
     curves["perf/peak_memory_gib"] = Curve([1, 2], [3.0, 4.0])
-    rows = compare_run({"seconds": planned, "memory_gib": {"idle": 1.0, "generate": 5.0}}, curves)
+    gib = {"idle": 1.0, "generate": 5.0, "train actor": 3.0, "train critic": 2.5}
+    for name, values in {"actor_update": [2.0, 4.0], "optimizer": [3.0, 1.0], "reward": [1.0, 1.0]}.items():
+        curves[f"perf/{name}_peak_gib"] = Curve([1, 2], values)
+    rows = compare_run({"seconds": planned, "memory_gib": gib}, curves)
     assert rows[0] == ("", "planned", "reached", "planned / reached")
     assert set(rows[1:]) == {
         ("generate, seconds", "1", "2", "0.5"),
@@ -171,6 +174,7 @@ def test_phases_that_share_a_clock_are_one_row():
         ("train actor, train critic, seconds", "9", "9", "1"),
         ("left out of the plan, seconds", "–", "6.5", "–"),
         ("step, seconds", "15.5", "20", "0.775"),
+        ("peak of train, GiB", "3", "4", "0.75"),
         ("peak of memory, GiB", "5", "4", "1.25"),
     }
 

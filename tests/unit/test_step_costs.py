@@ -19,6 +19,7 @@ from common.models.policy_model import PolicyModel
 from common.models.value_model import ScoreHead, ValueModel
 from common.ranks import step_costs, watchdog
 from common.ranks.step_costs import StepCosts
+from common.runs import run_logger
 
 
 @pytest.fixture
@@ -84,6 +85,27 @@ def test_a_phase_waits_for_its_gpu_once_whatever_is_inside(costs):
                 with costs.clock("generate"):
                     torch.ones(2, device="cuda").mul_(2)
         assert [wait.name for wait in gpu.waits] == ["synchronize"]
+
+
+def test_each_phase_has_a_peak_of_its_own_and_the_run_keeps_the_largest(costs, monkeypatch):
+    monkeypatch.setattr(run_logger, "COSTS", costs)
+    with pretended_gpu() as gpu:
+        gpu.peak = gpu.allocated = 5 * 2**30  # before the step
+        for name, peaks in {"generate": (7, 6), "reference": (3,)}.items():
+            for peak in peaks:
+                with costs.clock(name):
+                    assert gpu.peak == gpu.allocated
+                    gpu.peak = max(gpu.peak, peak * 2**30)
+        found = costs.end_step()
+        assert {name: found[f"perf/{name}_peak_gib"] for name in ("generate", "reference")} == {
+            "generate": 7.0, "reference": 5.0,
+        }  # fmt: skip
+        gpu.peak = 9 * 2**30  # outside of all phases
+        assert run_logger.peak_memory_gib() == 9.0
+        with costs.clock("generate"):
+            pass
+        assert costs.end_step()["perf/generate_peak_gib"] == 5.0 and run_logger.peak_memory_gib() == 9.0
+    assert not any(name.endswith("_peak_gib") for name in costs.end_step())
 
 
 def test_what_happens_between_two_steps_comes_once_with_the_next_and_is_none_of_its_seconds(costs):

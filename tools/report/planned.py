@@ -37,6 +37,14 @@ def compare_run(plan: Mapping[str, Any], curves: Mapping[str, Curve]) -> list[tu
     rows.append(("step", sum(plan["seconds"].values()), step))
     peak = curves["perf/peak_memory_gib"].last
     rows = [(f"{name}, seconds", *numbers) for name, *numbers in rows]
+    for word in ("generate", "score", "train"):  # a GPU has a peak of each phase
+        clocks = [clock for start, of in CLOCKS.items() if start.startswith(word) for clock in of]
+        reached = [
+            max(curves[name].values) for clock in clocks if (name := f"perf/{clock}_peak_gib") in curves
+        ]
+        planned = [gib for phase, gib in plan["memory_gib"].items() if phase.startswith(word)]
+        if planned and reached:
+            rows.append((f"peak of {word}, GiB", max(planned), max(reached)))
     rows.append(("peak of memory, GiB", max(plan["memory_gib"].values()), peak))
     texts = [(name, _text(a), _text(b), _text(b and a / b)) for name, a, b in rows]
     return [("", "planned", "reached", "planned / reached"), *texts]
