@@ -130,6 +130,29 @@ def cumulated_in_fp32(logits, uniforms, *, num_valid_tokens=None, **_):
     return found.clamp(max=logits.shape[-1] - 1)
 
 
+def test_both_ways_to_the_nucleus_find_the_very_weight_of_a_loop():
+    """Also among neighbours in the last bit of fp32, and where the masses meet the target exactly."""
+    generator = torch.Generator().manual_seed(0)
+    base = torch.tensor(2.0**30).view(torch.int32)
+    neighbours = (base + torch.randperm(64, generator=generator, dtype=torch.int32)).view(torch.float32)
+    spread = (2.0 ** torch.linspace(40, 0, 64)).floor()[torch.randperm(64, generator=generator)]
+    exact = torch.zeros(64).index_copy(0, torch.tensor([5, 9]), torch.tensor([1.0, 3.0]))
+    weights = torch.stack([neighbours, spread, exact])
+    for top_p in (0.01, 0.5, 0.75, 0.9, 0.999):
+        expected = []
+        for row in weights.long().tolist():
+            target, mass = top_p * sum(row), 0
+            for weight in sorted(row, reverse=True):
+                mass += weight
+                if mass >= target:
+                    break
+            expected.append([float(weight)])
+        targets = top_p * weights.long().sum(-1, keepdim=True).double()
+        by_digits = sampling._find_weight_by_digits(weights.clone(), weights.long(), targets)
+        assert by_digits.tolist() == expected
+        assert sampling._smallest_weight_in_nucleus(weights, top_p, 64).tolist() == expected
+
+
 @pytest.mark.parametrize(("scale", "top_k"), [(0.0, 0), (0.01, 0), (0.5, 5000), (3.0, 0), (3.0, 50)])
 def test_a_gpu_finds_the_nucleus_without_sorting_or_waiting(scale, top_k):
     """It would sort the whole vocabulary for every token, or wait to see that fewer tokens are enough."""
