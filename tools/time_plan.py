@@ -45,8 +45,9 @@ GATHER_LAUNCHES = 25
 # torch's attention over packed rows takes the host 341 microseconds with its backward pass, of 16 for other
 # operations (docs/performance.md).
 ATTENTION_LAUNCHES = 20
-# Weights that DeepSpeed's Adam steps per second on the CPUs of a DGX-2: arXiv:2101.06840, table 4.
-CPU_ADAM_RATE = 3.9e9
+# Weights that torch's fused AdamW steps per second on all CPUs of a GPU machine: assumed, twice what two
+# cores of an AMD EPYC reach, 1.9e9, at 28 bytes each.
+CPU_ADAM_RATE = 3.8e9
 # On a CPU, by profiles of the demo: layers start an operation half as fast as the tiny model that is
 # measured, which stays in the caches; attention is called for each packed row, 80 microseconds, 160 with its
 # backward pass; in token steps oneDNN takes 30 microseconds more for a product.

@@ -178,22 +178,22 @@ def test_scores_of_the_reference(traced):
 
 
 def test_adam_on_a_gpu_machines_cpu_overlaps_nothing_and_is_shared_by_its_ranks(traced):
-    """3.9e9 weights a second for the whole machine, however its ranks share them."""
+    """3.8e9 weights a second for the whole machine, however its ranks share them."""
     flags = ("--max_seq_len", "128", "--per_device_train_batch_size", "2", "--offload", "optimizer")
     near, away = (plan_times(single(LLAMA_7B, *words), ROUND)["train"] for words in (flags[:4], flags))
     assert near.memory - away.memory == pytest.approx((2 * 12 + 3 * 2) * NUM_7B / 1e9)
-    assert near.cpu_adam == 0 and away.cpu_adam == pytest.approx(NUM_7B / 3.9e9)
+    assert near.cpu_adam == 0 and away.cpu_adam == pytest.approx(NUM_7B / 3.8e9)
     others = max(away.arithmetic + away.memory, away.kernels, away.links + away.hops + away.host)
     assert away.seconds == pytest.approx(others + away.cpu_adam)
     machines = (*flags, "--zero_stage", "2", "--num_gpus", "4", "--num_nodes", "2")
     assert plan_times(single(LLAMA_7B, *machines), ROUND)["train"].cpu_adam == pytest.approx(
-        NUM_7B / 2 / 3.9e9
+        NUM_7B / 2 / 3.8e9
     )
     on_cpu = plan_times(single(LLAMA_7B, *flags, "--gpu", "cpu", "--zero_stage", "1"), ROUND)["train"]
     assert on_cpu.cpu_adam == 0  # it is among the bytes that its only memory moves
     updates = ("--offload", "optimizer", "--ppo_epochs", "3")
     assert plan_times(sharded(*updates), ROUND)["train actor"].cpu_adam == pytest.approx(
-        3 * 1 * NUM_7B / 4 / 3.9e9
+        3 * 1 * NUM_7B / 4 / 3.8e9
     )
 
 
