@@ -60,13 +60,17 @@ def choose(run: Run, machines: Machines, given: Set[str]) -> Choice:
 def suggest(run: Run, machines: Machines, given: Set[str]) -> Choice | None:
     """The fastest change with which a run fits; None if there is none.
 
-    Flags that are not `given` change before those that are; what changes the results comes last: 16 bits in
-    place of a GPU's fp32, adapters in place of all weights, 4 bits under adapters.
+    Flags that are not `given` change before those that are. In step 3 the hybrid engine, which has slots, and
+    smaller scoring passes are next. What changes the results comes last: 16 bits in place of a GPU's fp32,
+    adapters in place of all weights, 4 bits under adapters.
     """
     attempts: list[tuple[Set[str], Flags]] = [(given, {}), (set(), {})]
     others: Flags = {}
+    if run.actor:
+        others = {"enable_hybrid_engine": True, "max_tokens_per_scoring_pass": 0}
+        attempts.append((set(), others))
     if run.args.dtype == "fp32" and not run.is_cpu:
-        others = {"dtype": "fp16"}
+        others = others | {"dtype": "fp16"}
         attempts.append((set(), others))
     if not has_adapters(run):
         others = others | {f"{prefix}lora_dim": 64 for prefix in run.args.roles()}
@@ -110,9 +114,12 @@ def search(run: Run, machines: Machines, given: Set[str], fixed: Flags) -> Choic
     Placements are tried in the order of their seconds with the largest passes, which smaller ones do not
     undercut.
     """
+    base = rate(run, machines, fixed)
+    if base is None:
+        return None
     free = {name for name in AUTO_FLAGS if hasattr(run.args, name)} - given
-    sizes = combine([passes(run), slots(run)], free)
-    placed = [{**placement, **fixed} for placement in combine(placements(run), free)]
+    sizes = combine([passes(base.run), slots(base.run)], free)
+    placed = [{**placement, **fixed} for placement in combine(placements(base.run), free)]
     largest = [(rate(run, machines, placement | sizes[0]), placement) for placement in placed]
     bounds = [(choice.seconds, placement) for choice, placement in largest if choice]
     fitting: list[Choice] = []
@@ -121,11 +128,11 @@ def search(run: Run, machines: Machines, given: Set[str], fixed: Flags) -> Choic
         if any(choice.cost <= seconds for choice in fitting):
             break
         smallest = rate(run, machines, placement | sizes[-1])
-        if smallest is None or smallest.lacking:
-            others += [smallest] if smallest else []
-            continue
-        rated = [rate(run, machines, placement | size) for size in sizes]
-        fitting += [choice for choice in rated if choice and not choice.lacking]
+        if smallest and smallest.lacking:
+            others.append(smallest)
+        elif smallest:
+            rated = [rate(run, machines, placement | size) for size in sizes]
+            fitting += [choice for choice in rated if choice and not choice.lacking]
     if fitting:
         return min(fitting, key=lambda choice: choice.cost)
     return min(others, key=lambda choice: choice.lacking, default=None)

@@ -242,6 +242,22 @@ def test_a_suggestion_fits_when_it_is_followed(make, models, flags, needs_adapte
     assert followed.sequences_per_update == run.sequences_per_update
 
 
+@pytest.mark.parametrize(
+    ("flags", "change"),
+    [
+        # without the engine a whole batch is generated at a time
+        ("--per_device_generation_batch_size 2048", {"enable_hybrid_engine": True}),
+        ("--enable_hybrid_engine --max_tokens_per_scoring_pass 2000000", {"max_tokens_per_scoring_pass": 0}),
+    ],
+)
+def test_step_3_is_given_the_engine_or_smaller_scoring_passes(flags, change):
+    run = ppo(OPT_350M, OPT_350M, *flags.split(), "--gpu", "a100-40g")
+    assert not MemoryPlan(run).fits
+    choice = suggest(run, machines_of_kind("a100-40g"), {word[2:] for word in flags.split()})
+    assert change.items() <= choice.flags.items() and MemoryPlan(choice.run).fits
+    assert not has_adapters(choice.run)
+
+
 def test_a_suggestion_changes_given_flags_only_if_no_others_do():
     words = ("--gpu_memory_gib", "14", "--num_gpus", "4", "--zero_stage", "1")
     run = single(OPT_1B, *words)
