@@ -284,7 +284,9 @@ def enter(start: Start) -> StageData | None:
     with as_problem(start.problems), watchdog.phase("the preparation of the data"):
         data = build_data(start.options, start.template)
     if not earlier.finished:
-        keep_plan(start, start.plan or make_plan(start.options.stage, start.argv))
+        plan = start.plan or make_plan(start.options.stage, start.argv)
+        with as_problem(start.problems):
+            keep_plan(start, plan)
         return data
     with as_problem(start.problems):
         started = read_if_whole(Path(args.output_dir) / run_files.RUN_FILE, starts=list).get("starts") or [{}]
