@@ -24,7 +24,7 @@ from benchmarks.evidence import runs
 from benchmarks.measuring import describe_machine
 from tools.report.charts import render_picture
 
-NAMES = ("mismatch", "bf16_gap", "stability", "rewards", "verifiable", "peers", "scale")
+NAMES = ("mismatch", "bf16_gap", "stability", "rewards", "preferences", "verifiable", "peers", "scale")
 
 
 def main() -> None:
@@ -32,7 +32,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("--quick", action="store_true", help="tiny sizes; nothing is saved")
-    parser.add_argument("--data_path", nargs="+", default=[], help="for rewards: files of preference pairs")
+    data_help = "for rewards: files of pairs; for preferences: a folder with train.jsonl and eval.jsonl"
+    parser.add_argument("--data_path", nargs="+", default=[], help=data_help)
     trl_help = "for peers: interpreters of make_peer_env.sh trl-1.16 and, for PPO, trl-1.12"
     parser.add_argument("--trl_python", nargs="+", default=[], help=trl_help)
     args = parser.parse_args()

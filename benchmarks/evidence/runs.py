@@ -11,6 +11,8 @@ read.
   every                 number of values that a point of a curve is the mean of
   x_axes                further x axes of a curve: units per step
   base                  of a case: the case that its cost is relative to, seed by seed
+  best_of_n             of a case: columns of its saved responses; its curves are over n (best_of_n.py)
+  compared              values that are compared with the best of n at equal KL
   figures, panels       each figure is drawn for each panel, which has label = case
   quick                 overrides for --quick
 """
@@ -28,6 +30,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from benchmarks.evidence import best_of_n
 from common.runs.run_files import FINISHED_FILE
 from tools.report.run_reader import Curve, read_run
 
@@ -57,7 +60,7 @@ def read_section(name: str, *, is_quick: bool = False, data: Sequence[str] = ())
         section |= section["quick"]
         names = section.get("quick_cases", section["cases"])
         section["cases"] = {case: section["cases"][case] | {"seeds": 1} for case in names}
-    if "{data}" in section["command"] and not data:
+    if "{data}" in text and not data:
         raise SystemExit(f"error: {name} needs --data_path")
     return section
 
@@ -96,6 +99,9 @@ def run_case(section: Section, folder: Path, name: str, seed: int) -> dict[str, 
         case = section["cases"][name]
         environment = section["environment"] | case.get("environment", {})
         run_alone(section | case | {"folder": folder, "run": place, "seed": seed, "environment": environment})
+    columns = section["cases"][name].get("best_of_n")
+    if columns:
+        return {"name": name, "seed": seed} | best_of_n.measure_best(place, columns, section["score"])
     curves = read_run(place).curves
     kept = {key: thin(curves[metric], section["every"]) for key, metric in section["metrics"].items()}
     run: dict[str, Any] = {"name": name, "seed": seed}
@@ -109,6 +115,8 @@ def run_case(section: Section, folder: Path, name: str, seed: int) -> dict[str, 
         run[axis] = [step * factor for step in run["steps"]]
     for key, curve in kept.items():
         run[key] = curve.values
+        if curve.steps != run["steps"]:
+            run[f"{key}_steps"] = curve.steps
     shown = ", ".join(f"{value:.3f}" for value in run[section["score"]])
     print(f"{name}, seed {seed}: {shown}; {run['seconds'][-1]} seconds", flush=True)
     return run
@@ -116,9 +124,10 @@ def run_case(section: Section, folder: Path, name: str, seed: int) -> dict[str, 
 
 def run_alone(values: Mapping[str, Any]) -> None:
     """Run `command` with `values` filled in, in one thread; its output is shown if it fails."""
-    command = shlex.split(
-        values["command"].format(**values).format(**values)
-    )  # twice, since words and flags contain keys too
+    text = values["command"]
+    while "{" in text:  # words and flags contain keys too
+        text = text.format(**values)
+    command = shlex.split(text)
     environment = {key: value.format(**values) for key, value in values["environment"].items()}
     env = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"} | environment
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
@@ -141,7 +150,13 @@ def describe(section: Section, runs: Runs) -> dict[str, Any]:
     cases = {}
     for name, rows in runs.items():
         cases[name] = summarise(section, rows, runs[section["cases"][name].get("base", name)])
-    return {"cases": cases, "runs": [shortened(run) for rows in runs.values() for run in rows]}
+    facts = {"cases": cases, "runs": [shortened(run) for rows in runs.values() for run in rows]}
+    best = next((runs[name][0] for name in runs if "best_of_n" in section["cases"][name]), None)
+    if best:
+        others = [run for rows in runs.values() for run in rows if run is not best]
+        names = section["compared"]
+        facts["at_equal_kl"] = [best_of_n.compare_at_equal_kl(run, best, names) for run in others]
+    return facts
 
 
 def shortened(run: dict[str, Any]) -> dict[str, Any]:
@@ -168,9 +183,9 @@ def summarise(section: Section, runs: Sequence[dict], base: Sequence[dict]) -> d
         "collapsed": sum(run[score][-1] < run[score][0] for run in runs),
         "cost": mean_with_interval(costs),
     }
-    for name in set(section["metrics"]) - {score}:
+    for name in {*section["metrics"]} & {*runs[0]} - {score}:
         summary[name] = statistics.fmean(run[name][-1] for run in runs)
-    for name in section["means"]:
+    for name in {*section["means"]} & {*runs[0]}:
         summary[name] = statistics.fmean(run[name] for run in runs)
     return summary
 

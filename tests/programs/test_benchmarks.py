@@ -1,7 +1,11 @@
 """Every benchmark still runs: `--quick`, tiny sizes, without its peers."""
 
+import gzip
 import json
+import math
+import statistics
 import sys
+from itertools import combinations
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ from tiny_inputs import step_flags
 
 from benchmarks import bench_evidence
 from benchmarks.bench_flops import Work, build_counter, forward_flops
+from benchmarks.evidence.best_of_n import compare_at_equal_kl, expect_best, measure_best
 from benchmarks.evidence.faults import FAULTS
 from benchmarks.evidence.runs import summarise
 from benchmarks.workload import small_llama_config
@@ -38,11 +43,12 @@ def test_quick_benchmark_ends_with_its_json_line(forks, program):
 @pytest.mark.parametrize("name", bench_evidence.NAMES)
 def test_quick_evidence_ends_with_its_facts(forks, name, tmp_path):
     command = [name, "--quick"]
-    if name == "rewards":
-        rows = [{"prompt": f"{n}+4=", "chosen": f"{n + 4}", "rejected": "1"} for n in range(10, 90)]
-        pairs = tmp_path / "pairs.jsonl"
-        pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        command += ["--data_path", str(pairs)]
+    pairs = {"rewards": tmp_path / "train.jsonl", "preferences": tmp_path}
+    if name in pairs:
+        for part, first, end in (("train", 10, 90), ("eval", 100, 110)):
+            rows = [{"prompt": f"{n}+4=", "chosen": f"{n + 4}", "rejected": "1"} for n in range(first, end)]
+            (tmp_path / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        command += ["--data_path", str(pairs[name])]
     done = forks.run("benchmarks.bench_evidence", command, seconds=300)
     assert done.code == 0, done.text()
     found = json.loads(done.lines[-1])
@@ -50,9 +56,51 @@ def test_quick_evidence_ends_with_its_facts(forks, name, tmp_path):
     if name == "peers":
         assert "left out" in found["peers"]
         assert {"sft", "reward", "dpo", "kto", "grpo", "ppo"} <= found["tasks"].keys()
+    if name == "preferences":
+        learned, best = found["runs"]
+        assert best["prompts"] == 4 and best["steps"][-1] == 32
+        assert best["scores"] == sorted(best["scores"]) and best["judged"] != best["scores"]
+        assert found["at_equal_kl"][0]["scores"] == pytest.approx(learned["scores"][-1], abs=1e-6)
     if name == "stability":
         ours, mistaken = found["cases"].values()
         assert ours["kl"] != mistaken["kl"]
+
+
+def test_the_best_of_n_is_the_mean_over_all_subsets():
+    scores = [0.5, -1.0, 2.0, 0.25, 2.5, -0.75]
+    responses = [{"scores": score, "judged": place**2} for place, score in enumerate(scores)]
+    for n in range(1, 7):
+        bests = [max(subset, key=lambda one: one["scores"]) for subset in combinations(responses, n)]
+        expected = {name: statistics.fmean(best[name] for best in bests) for name in responses[0]}
+        assert expect_best(responses, "scores", n) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_best_of_n_is_read_prompt_by_prompt_from_a_run(tmp_path):
+    """Prompt a has scores 1, 2, 3, 4 and b 10, 20, with lengths in the opposite order; so N = 2."""
+    rows = [("a", score, 5 - score) for score in (1, 2, 3, 4)] + [("b", 10, 9), ("b", 20, 7)]
+    with gzip.open(tmp_path / "rollouts.jsonl.gz", "wt") as file:
+        for prompt, score, length in rows:
+            file.write(json.dumps({"prompt": prompt, "score/model": score, "response_tokens": length}) + "\n")
+    best = measure_best(tmp_path, {"scores": "score/model", "tokens": "response_tokens"}, "scores")
+    assert best["steps"] == [1, 2] and best["prompts"] == 2
+    assert best["kl"] == pytest.approx([0, math.log(2) - 0.5])
+    # Of the six pairs of a's responses the best are 2, 3, 3, 4, 4, 4.
+    assert best["scores"] == pytest.approx([(2.5 + 15) / 2, (20 / 6 + 20) / 2])
+    assert best["tokens"] == pytest.approx([(2.5 + 8) / 2, (10 / 6 + 7) / 2])
+
+
+def test_a_run_is_compared_with_the_best_of_n_at_its_kl():
+    best = {"kl": [0.0, 0.2, 0.6], "scores": [1.0, 2.0, 3.0]}
+    for kl, expected, is_beyond in (
+        (0.0, 1.0, False),
+        (0.1, 1.5, False),
+        (0.6, 3.0, False),
+        (0.7, 3.0, True),
+    ):
+        run_at_kl = {"name": "PPO", "seed": 1, "kl": [0.0, kl], "scores": [0.0, 4.0]}
+        row = compare_at_equal_kl(run_at_kl, best, ["scores"])
+        assert row["best_of_n_scores"] == pytest.approx(expected)
+        assert (row["scores"], row["kl"], row["is_beyond"]) == (4.0, kl, is_beyond)
 
 
 def test_every_fault_of_stability_changes_the_numbers(forks, tiny, tmp_path):
