@@ -323,7 +323,9 @@ def describe_machine() -> dict[str, Any]:
     return {
         "commit": done.stdout.strip() or "?",
         "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores ({cpu[1] if cpu else platform.machine()}), {gib:.0f} GiB",
+        # With AVX2 or AVX512: processors of one name differ in it.
+        "machine": f"{os.cpu_count()} cores ({cpu[1] if cpu else platform.machine()}, "
+        f"{torch.backends.cpu.get_cpu_capability()}), {gib:.0f} GiB",
         "versions": ", ".join(versions + ([f"CUDA {torch.version.cuda}"] if has_gpu else [])),
         "command": shlex.join(["python", *sys.argv]),
         "device": torch.cuda.get_device_name() if has_gpu else "cpu",

@@ -111,6 +111,14 @@ def test_sample_tokens_equals_a_float64_loop(options, padding):
         assert abs(log_kept - expected) < 1e-6
 
 
+def test_the_mask_of_each_row_goes_by_that_row_and_has_no_impossible_token():
+    logits = torch.tensor([[0.0, -math.inf, 1.0, 2.0], [-200.0, -201.0, -math.inf, -202.0]])
+    assert sampling_mask(logits).tolist() == [[True, False, True, True], [True, True, False, True]]
+    # Of weights e^2, e, 1 the first has 0.67 of the sum, the first two have 0.91.
+    both = [[False, False, True, True], [True, True, False, False]]
+    assert sampling_mask(logits, top_p=0.9).tolist() == both
+
+
 @pytest.mark.parametrize(("scale", "top_k"), [(0.0, 0), (0.01, 1500), (0.5, 0), (3.0, 1500)])
 def test_sample_tokens_nucleus_equals_the_loop_at_any_size(scale, top_k, monkeypatch):
     """Above and below the number of candidates that a CPU tries first."""
