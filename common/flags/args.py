@@ -27,7 +27,7 @@ from common.flags.other_names import IGNORED, OLDER_NAMES, REMOVED, SWITCHES, WI
 from common.flags.problems import KINDS, RANGE, Problems, describe_range, is_usable, shortened
 from common.flags.streams import harden_streams
 
-VERSION = "0.9.0"  # as in pyproject.toml
+VERSION = "1.0.0"  # as in pyproject.toml
 MAX_SHOWN = 40  # with more flags, --help shows only the usual ones
 REQUIRED = object()
 T = TypeVar("T")
