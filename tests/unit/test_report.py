@@ -226,12 +226,14 @@ SCORE, KL = "objective__score", "objective__kl"
 CORRELATION, TOKENS = "objective__score_length_correlation", "rollout__response_tokens"
 FINISHED, DISTINCT = "rollout__finished_fraction", "rollout__distinct_2"
 ENTROPY, VARIANCE = "policy__entropy", "value__explained_variance"
+DEVIATION = "objective__score_std"
 SOUND = PPO | {
     CORRELATION: lambda s: 0.1,
     FINISHED: lambda s: 0.95,
     DISTINCT: lambda s: 0.9,
     ENTROPY: lambda s: 3.0 - s / 50,
     VARIANCE: lambda s: s / 100,
+    DEVIATION: lambda s: 0.1,
 }
 
 
@@ -261,6 +263,8 @@ HACKS = {
         {KL: lambda s: -s / 50}, {KL: lambda s: -0.2}),
     "The critic is worse than a constant": (
         {VARIANCE: lambda s: 0.4 - s / 50}, {VARIANCE: lambda s: -0.4 + s / 50}),
+    "All responses have the same score": (
+        {DEVIATION: lambda s: float(s < 10)}, {DEVIATION: lambda s: 1 / (1 + s)}),
     "Another reward falls while the score rises": (
         {SCORE: lambda s: s, f"{SCORE}_b": lambda s: -s, "objective__agreement_b": lambda s: 0},
         {f"{SCORE}_b": lambda s: s}),
