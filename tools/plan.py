@@ -63,12 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return None
     if args.gpu == THIS_MACHINE:
         return plan_start(args, problems)
-    run = read_run(args, problems)
-    flags: dict[str, Any] = {}
-    chosen: list[list[str]] = []
-    if args.auto:
-        run, flags, lines = choose_flags(run, problems)
-        chosen = [lines]
+    run, flags, chosen = choose_flags(read_run(args, problems), problems, is_wanted=args.auto)
     memory = MemoryPlan(run)
     facts = plan_facts(run, memory, flags)
     if files:
@@ -81,10 +76,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("\n".join(lines))
         return None
     write_plan(args.json, facts)
-    sections = [*chosen, head_lines(run), memory_lines(run, memory)]
+    sections = [chosen, head_lines(run), memory_lines(run, memory)]
     sections += [verdict_lines(run, memory, problems.given), time_lines(run)]
     sections += [traffic_lines(run), assumption_lines(run)]
-    print("\n\n".join("\n".join(lines) for lines in sections))
+    print("\n\n".join("\n".join(lines) for lines in sections if lines))
     sys.stdout.flush()
     if not memory.fits:
         raise SystemExit(1)
@@ -102,10 +97,7 @@ def plan_start(args: Any, problems: Problems) -> None:
         run = None if problems.messages else build_run(args, models, problems)
         if run is None:
             raise ValueError(problems.messages[0])
-        flags: dict[str, Any] = {}
-        chosen: list[str] = []
-        if args.auto:
-            run, flags, chosen = choose_flags(run, problems)
+        run, flags, chosen = choose_flags(run, problems, is_wanted=args.auto)
         memory = MemoryPlan(run)
         lines = [*chosen, *head_lines(run)[:1], *memory_lines(run, memory), ""]
         lines += [*verdict_lines(run, memory, problems.given), "", *time_lines(run)]
@@ -146,8 +138,10 @@ def with_own_cpu(args: Any) -> Any:
     return replace(args, gpu="cpu", gpu_memory_gib=args.gpu_memory_gib or share)
 
 
-def choose_flags(run: Run, problems: Problems) -> tuple[Run, dict[str, Any], list[str]]:
-    """The run with the flags that --auto chooses, these, and lines that name them."""
+def choose_flags(run: Run, problems: Problems, *, is_wanted: bool) -> tuple[Run, dict[str, Any], list[str]]:
+    """The run with the flags that --auto chooses, these, and lines that name them; without --auto the run."""
+    if not is_wanted:
+        return run, {}, []
     choice = choose(run, rates_of(run), problems.given)
     return choice.run, choice.flags, [describe(choice)]
 

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from common.flags.config_file import Setting, read_config
 from common.flags.other_names import IGNORED, OLDER_NAMES, REMOVED, SWITCHES, WITHOUT_VALUE, split_values
 from common.flags.problems import KINDS, RANGE, Problems, describe_range, is_usable, shortened
-from common.flags.streams import harden_streams
+from common.flags.streams import exit_at_ctrl_c, harden_streams
 
 VERSION = "1.0.0"  # as in pyproject.toml
 MAX_SHOWN = 40  # with more flags, --help shows only the usual ones
@@ -241,6 +241,7 @@ def begin_tool(cls: type, description: str, parse: Callable = parse_args, **opti
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     gc.disable()  # until the program runs: collections take a quarter of the time of its imports
+    exit_at_ctrl_c()
 
 
 def begin_script(cls: type, description: str) -> None:

@@ -6,6 +6,7 @@ import errno
 import gc
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -64,12 +65,27 @@ def harden_streams() -> None:
         setattr(sys, name, uncloseable)
 
 
+def exit_at_ctrl_c() -> None:
+    """Let Ctrl-C end the process at once until `keep_imports`: a KeyboardInterrupt in an import would print
+    a traceback of its library.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # unless a shell ignores it
+        signal.signal(signal.SIGINT, _exit_at_once)
+
+
+def _exit_at_once(*_: Any) -> None:
+    os._exit(130)
+
+
 def keep_imports() -> None:
     """Exempt what the imports made from garbage collection, which `begin_tool` turns off until here: it lives
-    until the end, and the collections there would take longer than many a program's work.
+    until the end, and the collections there would take longer than many a program's work. Ctrl-C raises
+    KeyboardInterrupt again.
     """
     gc.freeze()
     gc.enable()
+    if signal.getsignal(signal.SIGINT) is _exit_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def run_tool(main: Callable[[], Any]) -> None:

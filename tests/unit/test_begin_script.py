@@ -107,3 +107,30 @@ def test_waiting_threads_leave_the_cores_to_others_unless_told(call, tmp_path, m
     for program in PROGRAMS:
         words = WORDS.get(program, ("--model_name_or_path", "m"))
         assert call(program, *words, **given).stderr.endswith(f"ImportError: {seen}\n")
+
+
+INTERRUPT = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+
+
+@pytest.mark.parametrize("words", [("step1_sft/main.py", "--model_name_or_path", "m"), ("chat.py", "m")])
+def test_ctrl_c_while_libraries_are_loaded_ends_without_a_traceback(tmp_path, words):
+    (tmp_path / "torch.py").write_text(f"{INTERRUPT}raise ImportError\n")
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130 and "Traceback" not in done.stderr, done.stderr
+
+
+def test_ctrl_c_in_a_tool_runs_its_cleanup_and_leaves_a_line():
+    code = f"""
+from common.flags.streams import exit_at_ctrl_c, run_tool
+def main():
+    try:
+        exec({INTERRUPT!r})
+    finally:
+        print("cleaned up")
+exit_at_ctrl_c()
+run_tool(main)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "cleaned up\n", "stopped by Ctrl-C\n")
