@@ -61,7 +61,11 @@ ROOT = Path(__file__).resolve().parents[1]
 # Largest relative difference on other ranks, by dtype: they add up in another order.
 BOUNDS = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}
 LEAST = 1e-2  # numbers below it are compared as if they were as large
-BATCHES_PER_STEP = {"gradient_accumulation_steps", "generation_batches"}  # of a rank
+# Numbers of a rank's batches, and their sizes in rows.
+BATCHES = {
+    "gradient_accumulation_steps": ("per_device_train_batch_size", "per_device_training_batch_size"),
+    "generation_batches": ("per_device_generation_batch_size",),
+}
 MAX_SHOWN = 6
 SCRATCH_FLAGS = ("output_dir", "resume", "trackers", "tensorboard_path", "save_interval", "digest_interval")
 START_FACTS = ("world_size", "device", "threads", "dtype", "data_key", "models", "code")
@@ -224,6 +228,21 @@ def surroundings(first: Path, second: Path, step: int) -> list[str]:
 # ---- making steps again ---------------------------------------------------------------------------------
 
 
+def divide_rows(flags: dict[str, Any], recorded_ranks: int, num_ranks: int) -> dict[str, int]:
+    """Flags of batches with which a step on `num_ranks` has as many rows as with `flags` on `recorded_ranks`:
+    other numbers of batches, or other sizes if these cannot be divided. Raises ValueError if neither can.
+    """
+    divided = {}
+    for batches in sorted(BATCHES.keys() & flags.keys()):
+        sizes = [size for size in BATCHES[batches] if size in flags]
+        fitting = [name for name in (batches, *sizes) if flags[name] * recorded_ranks % num_ranks == 0]
+        if not fitting:
+            values = " ".join(f"--{name} {flags[name]}" for name in (batches, *sizes))
+            raise ValueError(f"{values} on {recorded_ranks} ranks cannot be divided among {num_ranks}")
+        divided[fitting[0]] = flags[fitting[0]] * recorded_ranks // num_ranks
+    return divided
+
+
 def build_command(
     folder: Path, scratch: Path, step: int, ranks: tuple[int, int], flags: Sequence[str]
 ) -> list[str]:
@@ -237,12 +256,7 @@ def build_command(
     earlier = [c for c in checkpoints if checkpoint_order(c.folder.name)[0] < step]
     config = yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8")) or {}
     config = {name: value for name, value in config.items() if name not in SCRATCH_FLAGS}
-    # As many rows a step as on the recorded ranks.
-    for name in BATCHES_PER_STEP & run_flags.keys() if num_ranks != recorded_ranks else ():
-        if run_flags[name] * recorded_ranks % num_ranks:
-            value = f"--{name} {run_flags[name]}"
-            raise ValueError(f"{value} on {recorded_ranks} ranks cannot be divided among {num_ranks}")
-        config[name] = run_flags[name] * recorded_ranks // num_ranks
+    config |= divide_rows(run_flags, recorded_ranks, num_ranks)
     (scratch / CONFIG_FILE).write_text(yaml.safe_dump(config), encoding="utf-8")
     program = [str(ROOT / program_of(run_flags)), "--config", str(scratch / CONFIG_FILE)]
     program += ["--output_dir", str(scratch / "run"), "--save_interval", "0", "--digest_interval", "1"]

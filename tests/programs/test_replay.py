@@ -259,12 +259,31 @@ def test_two_ranks_are_checked_on_two_and_on_one(run, capfd):
     assert replay.main([str(whole), "--step", "3", "--num_ranks", "1"]) == 0
     assert "equal within 0.0001: steps 3 to 3" in capfd.readouterr().out
     with pytest.raises(SystemExit) as left:
-        replay.main([str(whole), "--step", "3", "--num_ranks", "4"])
+        replay.main([str(whole), "--step", "3", "--num_ranks", "3"])
     text = capfd.readouterr().err
-    assert (
-        left.value.code == 2
-        and "--gradient_accumulation_steps 1 on 2 ranks cannot be divided among 4" in text
-    )
+    values = "--gradient_accumulation_steps 1 --per_device_train_batch_size 4"
+    assert left.value.code == 2 and f"{values} on 2 ranks cannot be divided among 3" in text
+
+
+@pytest.mark.parametrize("flags", [SFT, PPO], ids=["SFT", "PPO"])
+def test_one_rank_is_checked_on_two(run, capfd, flags):
+    """Batches of one rank, of which there is one, are divided by their rows."""
+    alone = run(Cause(1, "", flags=flags), is_spoilt=False)
+    assert replay.main([str(alone), "--step", "3", "--num_ranks", "2"]) == 0
+    assert "equal within 0.0001: steps" in (text := capfd.readouterr().out)
+    assert "world_size: 1 against 2" in text or "world_size: 2 against 1" in text
+
+
+def test_rows_are_divided_among_ranks_by_hand():
+    step_3 = {"gradient_accumulation_steps": 3, "per_device_training_batch_size": 8}
+    step_3 |= {"generation_batches": 4, "per_device_generation_batch_size": 10}
+    divide = replay.divide_rows
+    assert divide(step_3, 2, 2) == {"gradient_accumulation_steps": 3, "generation_batches": 4}
+    assert divide(step_3, 2, 1) == {"gradient_accumulation_steps": 6, "generation_batches": 8}
+    assert divide(step_3, 1, 2) == {"per_device_training_batch_size": 4, "generation_batches": 2}
+    assert divide({"gradient_accumulation_steps": 5, "per_device_train_batch_size": 4}, 3, 2) == {
+        "per_device_train_batch_size": 6
+    }
 
 
 @pytest.mark.parametrize("call", [2, 4])
