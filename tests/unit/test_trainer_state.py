@@ -235,7 +235,7 @@ def make_trainer(rows=5):
     return SimpleNamespace(
         rollout=Rollout(PPOArguments(), roles, scores),
         prompts=GlobalBatches.by_rows(range(99), list, RowPlan(1)),
-        losses=SimpleNamespace(pretraining=None),
+        losses=SimpleNamespace(pretraining=GlobalBatches.by_rows(range(99), list, RowPlan(1), seed=1)),
         kl_controller=KLController(0.1, 6.0),
         value_normaliser=ValueNormaliser("ma"),
         evaluation=evaluation,
@@ -254,9 +254,12 @@ def test_a_resumed_run_has_everything_that_moves():
     first.evaluation.metrics = {"eval/score": 1.0}
     first.rollout.scores.costs = {"judge_calls": 3.0}
     next(first.prompts)
+    for _ in range(3):
+        next(first.losses.pretraining)
     state = json.loads(json.dumps(TrainerState(first).json_state()))
     TrainerState(second).load(None, state)
     assert TrainerState(second).json_state() == state and next(second.prompts) == next(first.prompts)
+    assert next(second.losses.pretraining) == next(first.losses.pretraining)
     assert second.kl_controller.coef == 0.3 and not second.rollout.recomputes
     assert second.rollout.scores.costs == {"judge_calls": 3.0}, "of a rollout that is not logged yet"
     assert second.value_normaliser.denormalise(torch.zeros(1)).tolist() == [2.0]
