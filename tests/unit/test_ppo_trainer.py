@@ -332,6 +332,24 @@ def test_rewards_pay_for_kl_by_the_coefficient_that_has_moved():
     assert trainer.add_advantages(1, batch).batch.data["rewards"].tolist() == [-0.5] * 3
 
 
+@pytest.mark.parametrize(
+    ("aggregation", "first", "counts"),
+    [
+        ("token", [0, 1, 1, 1], [2, 1, 0]),
+        ("sequence", [0, 0.5, 0.5, 1], [1, 1, 0]),
+        ("constant", [0, 1, 1, 1], [8] * 3),
+    ],
+)
+def test_the_mean_of_a_loss_is_over_the_tokens_that_count(aggregation, first, counts):
+    """Responses of 3, 1 and 6 tokens: the first token does not count, and the last response was cut."""
+    trainer, *_ = open_trainer(truncated="mask", loss_aggregation=aggregation, max_answer_seq_len=8)
+    batch = make_rollout_batch([0, 1, 2], [2, 1, 1], [3, 1, 6])
+    batch = batch.with_key("loss_mask", torch.arange(10) > 0, like="response_ids")
+    found = trainer.add_advantages(1, batch).batch
+    assert found.data["loss_weights"].tolist() == first + [0] * 6
+    assert found.numbers("loss_counts").tolist() == counts
+
+
 def test_the_kl_controller_counts_the_samples_of_all_ranks(monkeypatch):
     """Three on this rank, of two; the step's own coefficient is logged."""
     algorithm, logger = ALGORITHMS["ppo"], SimpleNamespace(log=lambda *_: None)
