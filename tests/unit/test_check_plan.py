@@ -16,7 +16,7 @@ from common.flags.groups import AUTO_FLAGS
 from tools.auto_plan import as_flags, has_adapters, suggest
 from tools.machines import machines_of_kind
 from tools.memory_plan import MemoryPlan
-from tools.plan import main, with_own_gpu
+from tools.plan import main, with_own_cpu, with_own_gpu
 from tools.traffic_plan import plan_traffic
 
 Plan = Callable[..., tuple[int, str]]
@@ -163,6 +163,14 @@ def test_the_fullest_gpu_that_is_used_is_planned_for(num_gpus, gib):
     answers["get_device_properties"] = lambda index: mock.Mock(major=8, minor=0)
     with pretended_gpu(), mock.patch.multiple(torch.cuda, **answers):
         assert with_own_gpu(args).gpu_memory_gib == gib
+
+
+def test_a_rank_on_a_cpu_has_a_share_of_the_memory_that_is_there(monkeypatch):
+    monkeypatch.setattr("tools.plan.available_cpu_bytes", lambda: 9 * GIB)
+    args = single(OPT_1B, "--num_gpus", "3").args
+    own = with_own_cpu(args)
+    assert (own.gpu, own.gpu_memory_gib) == ("cpu", 3.0)
+    assert with_own_cpu(replace(args, gpu_memory_gib=2.0)).gpu_memory_gib == 2.0
 
 
 @pytest.mark.parametrize(("limit", "gib"), [("max", 9.0), (str(8 * GIB), 5.0), (str(20 * GIB), 9.0)])

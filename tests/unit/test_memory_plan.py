@@ -405,3 +405,5 @@ def test_cpu_memory_is_checked_where_it_is_known():
     assert needed > 12 * 1.3e9 / GIB
     assert not plan_sft(OPT_1B, *flags, "--cpu_memory_gib", str(0.9 * needed)).fits
     assert plan_sft(OPT_1B, *flags, "--cpu_memory_gib", str(1.1 * needed)).fits
+    # All ranks of a machine together: two have half of the optimizer each.
+    assert plan_sft(OPT_1B, *flags, "--num_gpus", "2").cpu_peak / GIB == pytest.approx(needed)
