@@ -407,3 +407,6 @@ def test_cpu_memory_is_checked_where_it_is_known():
     assert plan_sft(OPT_1B, *flags, "--cpu_memory_gib", str(1.1 * needed)).fits
     # All ranks of a machine together: two have half of the optimizer each.
     assert plan_sft(OPT_1B, *flags, "--num_gpus", "2").cpu_peak / GIB == pytest.approx(needed)
+    # Each of four ranks reads all weights; under ZeRO 3 the first one alone.
+    loading = [plan_sft(OPT_1B, "--num_gpus", "4", "--zero_stage", stage).loading for stage in "23"]
+    assert loading == pytest.approx([4 * 2 * NUM_1B, 2 * NUM_1B], rel=0.01)

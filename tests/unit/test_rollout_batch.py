@@ -167,9 +167,12 @@ def look(rank: int, world_size: int) -> dict:
         found["received"] += sum(n for i, n in of_rows.items() if i not in own)
         found["trained"] += sum(of_rows.values())
         found["micro_batches"].append(micro_batch.ids)
-    args = fill_defaults(PPOArguments(whiten_scores="batch"), ALGORITHMS["ppo"])
-    done = ALGORITHMS["ppo"].add_advantages(batch, args, 0.1)
-    found["advantages"] = dict(zip(done.ids, done.sequences("advantages"), strict=True))
+    found["advantages"] = {}
+    for adv_norm in ("batch", "group_mean_batch_std"):
+        args = fill_defaults(PPOArguments(whiten_scores="batch", adv_norm=adv_norm), ALGORITHMS["ppo"])
+        done = ALGORITHMS["ppo"].add_advantages(batch, args, 0.1)
+        for sample, advantages in zip(done.ids, done.sequences("advantages"), strict=True):
+            found["advantages"][adv_norm, sample] = advantages
     found["summary"] = metrics.summarise(done)
     found["mean"] = float(step_mean(batch.numbers("scores")))
     # Rows 0 to 7 are dropped, of all ranks, and fresh ones taken that the last rank has most of.

@@ -70,6 +70,15 @@ def test_value_normaliser_exp_and_ma_by_hand(form, is_right):
     judge(check, form, is_right)
 
 
+def test_value_normaliser_counts_the_returns_of_all_ranks(monkeypatch):
+    """1 and 3 here; 5, 7 and 9 on the other rank: mean 5, squares about it 16 + 4 here, 0 + 4 + 16 there."""
+    of_other_rank = iter([torch.tensor([3.0, 21.0]), torch.tensor(20.0)])
+    monkeypatch.setattr(distributed, "reduce_sum", lambda x: x + next(of_other_rank))
+    normaliser = ValueNormaliser("ma")
+    normaliser.update(torch.tensor([1.0, 3.0, 99.0]), torch.tensor([True, True, False]))
+    assert (normaliser.weight, normaliser.mean, normaliser.variance) == (5.0, 5.0, 8.0)
+
+
 def test_returns_far_from_0_keep_their_digits():
     """The difference of the means of x^2 and x in fp32 has none left."""
     normaliser, returns = ValueNormaliser("exp", 0.5), torch.tensor([5000.0, 5000.25, 5000.5])
