@@ -70,14 +70,17 @@ def test_rated_answers_teach_a_chat_model(flags, tmp_path, capsys, lone_process,
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["dpo", "kto"])
 def test_two_ranks_learn_the_same(flags, forks, tmp_path, lone_process, no_pictures, loss):
-    flags = flags | {"loss": loss}
+    # Of each evaluation four rows: two batches of two, or two of one on each of two ranks.
+    flags = flags | {"loss": loss, "per_device_eval_batch_size": 2, "eval_iters": 2}
     run_here(2, flags)
     for stage in (0, 3):
         folder = tmp_path / f"two{stage}"
         more = {"output_dir": folder, "zero_stage": stage, "per_device_train_batch_size": 2}
+        more["per_device_eval_batch_size"] = 1
         done = forks.run(2, flags | more, ranks=2)
         assert done.codes == [0, 0], done.text()
         mine, expected = (read_weights(f / "export") for f in (folder, tmp_path / "output"))
         assert largest_difference(mine, expected) < 1e-4
-        losses = read_curve(tmp_path / "output", f"{loss}/loss")
-        assert read_curve(folder, f"{loss}/loss") == pytest.approx(losses, abs=1e-5)
+        for name in (f"{loss}/loss", f"{loss}/eval_loss"):
+            losses = read_curve(tmp_path / "output", name)
+            assert read_curve(folder, name) == pytest.approx(losses, abs=1e-5)
