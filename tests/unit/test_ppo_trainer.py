@@ -351,13 +351,36 @@ def test_the_mean_of_a_loss_is_over_the_tokens_that_count(aggregation, first, co
 
 
 def test_the_kl_controller_counts_the_samples_of_all_ranks(monkeypatch):
-    """Three on this rank, of two; the step's own coefficient is logged."""
+    """Three on this rank, of two; the step's own coefficient is logged, and the tokens a second of both."""
     algorithm, logger = ALGORITHMS["ppo"], SimpleNamespace(log=lambda *_: None)
     args = fill_defaults(PPOArguments(kl_coef=0.5, kl_target=0.1), algorithm)
     trainer = make_trainer(args, algorithm, KnowingCritic(), logger)
     trainer._write_responses = lambda *_: None
     monkeypatch.setattr("step3_ppo.ppo_trainer.distributed.world_size", lambda: 2)
+    monkeypatch.setattr("step3_ppo.ppo_trainer.COSTS.end_step", lambda num_ranks: {"ranks": num_ranks})
     batch = make_rollout_batch([0, 1, 2], [2, 1, 1], [3, 1, 6])
     numbers = trainer.finish_step(OpenStep(1, batch, {"objective/kl": 0.11}))
-    assert numbers["objective/kl_coef"] == 0.5
+    assert numbers["objective/kl_coef"] == 0.5 and numbers["ranks"] == 2
     assert trainer.kl_controller.coef == pytest.approx(0.5 * (1 + 0.1 * 6 / 10_000), rel=1e-9)
+
+
+def test_the_weights_of_a_correction_are_those_of_all_ranks(monkeypatch):
+    """Ten tokens here; four of a weight of 3, which is cut to 1.25, on the other rank."""
+    algorithm = ALGORITHMS["reinforce++"]
+    args = fill_defaults(PPOArguments(rollout_correction="tis", correction_high=1.25), algorithm)
+    trainer = make_trainer(args, algorithm, KnowingCritic())
+    batch = make_rollout_batch([2, 0, 1], [2, 1, 1], [3, 1, 6])
+    batch = batch.with_key("loss_mask", torch.ones(10).bool(), like="response_ids")
+    near = batch.data["rollout_logprobs"] + 0.5
+    batch = batch.with_key("old_logprobs", near, like="response_ids")
+    of_other_rank = torch.tensor([4 * 3, 5.0, 6.25, 4, 0, 0, 0, 0, 4])  # sums, then a histogram
+
+    def reduce_sum(x):
+        return x + of_other_rank if len(x) == 9 else x
+
+    monkeypatch.setattr("step3_ppo.ppo_trainer.distributed.reduce_sum", reduce_sum)
+    monkeypatch.setattr("step3_ppo.ppo_trainer.distributed.max_float", lambda x: max(x, 3.0))
+    _, numbers = trainer._correct(batch, trainer.correction, is_current=True)
+    assert numbers["correction/weight_mean"] == pytest.approx((10 * math.exp(0.5) + 12) / 14)
+    assert (numbers["correction/capped_fraction"], numbers["correction/weight_max"]) == (1.0, 3.0)
+    assert numbers["correction/weights_from_2"] == pytest.approx(4 / 14)
