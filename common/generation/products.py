@@ -12,8 +12,14 @@ from torch import nn
 
 from common.models import exact
 
-# Weights that oneDNN multiplies on a CPU.
-ONEDNN_DTYPES = (torch.float32, torch.bfloat16)
+
+def is_for_onednn(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies weights of this dtype on this machine's CPU; bf16 needs AVX-512."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (
+        dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
 
 
 def linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -22,8 +28,7 @@ def linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """
     if exact.is_on():
         return exact.linear(hidden, weight, bias)
-    is_for_onednn = weight.device.type == "cpu" and weight.dtype in ONEDNN_DTYPES
-    if not is_for_onednn or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not is_for_onednn(weight.dtype):
         return F.linear(hidden, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(hidden, weight, bias, "none", [], "")
 
