@@ -12,9 +12,9 @@ from tiny_inputs import step_flags
 pytestmark = pytest.mark.slow
 
 PROGRAMS = {1: "step1_sft/main.py", 2: "step2_reward/main.py", 3: "step3_ppo/main.py"}
-LIBRARIES = "import torch, deepspeed; from transformers import LlamaForCausalLM"  # 3.7 seconds
-STEP_LIMIT = 2.4  # times theirs; it takes 1.4
-PLAN_LIMIT = 1.5  # it takes 1.0, and 1.8 if it loads PEFT and collects garbage while it imports
+LIBRARIES = "import gc; gc.disable(); import torch, deepspeed; from transformers import LlamaForCausalLM"
+STEP_LIMIT = 2.4  # times their seconds; it takes 1.5
+PLAN_LIMIT = 1.35  # it takes 1.1, and 1.6 if it loads PEFT and collects garbage while it imports
 
 
 def seconds_of(*words: str) -> tuple[str, float]:
@@ -41,7 +41,8 @@ def test_the_first_step_of_a_tiny_model_comes_soon(tiny, step, library_seconds):
 
 def test_a_plan_of_a_tiny_model_comes_soon(tiny, library_seconds):
     flags = step_flags(tiny, 3, data_path=None)
-    text, seconds = seconds_of("-m", "tools.plan", "--stage", "3", *as_flags(flags))
+    plans = [seconds_of("-m", "tools.plan", "--stage", "3", *as_flags(flags)) for _ in range(2)]
+    text, seconds = min(plans, key=lambda plan: plan[1])
     assert "fits: at the peak" in text and seconds < PLAN_LIMIT * library_seconds, (seconds, library_seconds)
 
 
