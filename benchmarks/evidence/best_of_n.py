@@ -49,9 +49,9 @@ def measure_best(run: Path, columns: Mapping[str, str], score: str) -> dict[str,
     fewest = min(map(len, prompts.values()))
     sizes = [2**i for i in range(fewest.bit_length())]
     curves: dict[str, Any] = {"steps": sizes, "kl": [compute_kl(n) for n in sizes], "prompts": len(prompts)}
+    bests = [[expect_best(responses, score, n) for responses in prompts.values()] for n in sizes]
     for name in columns:
-        bests = [[expect_best(responses, score, n)[name] for responses in prompts.values()] for n in sizes]
-        curves[name] = [statistics.fmean(values) for values in bests]
+        curves[name] = [statistics.fmean(best[name] for best in of_size) for of_size in bests]
     return curves
 
 

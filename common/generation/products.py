@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import nn
 from common.models import exact
 
 
+@cache  # asked at every product
 def is_for_onednn(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies weights of this dtype on this machine's CPU; bf16 needs AVX-512."""
     if not torch.backends.mkldnn.is_available():

@@ -345,9 +345,9 @@ def test_the_mean_of_a_loss_is_over_the_tokens_that_count(aggregation, first, co
     trainer, *_ = open_trainer(truncated="mask", loss_aggregation=aggregation, max_answer_seq_len=8)
     batch = make_rollout_batch([0, 1, 2], [2, 1, 1], [3, 1, 6])
     batch = batch.with_key("loss_mask", torch.arange(10) > 0, like="response_ids")
-    found = trainer.add_advantages(1, batch).batch
-    assert found.data["loss_weights"].tolist() == first + [0] * 6
-    assert found.numbers("loss_counts").tolist() == counts
+    weighted = trainer.add_advantages(1, batch).batch
+    assert weighted.data["loss_weights"].tolist() == first + [0] * 6
+    assert weighted.numbers("loss_counts").tolist() == counts
 
 
 def test_the_kl_controller_counts_the_samples_of_all_ranks(monkeypatch):
