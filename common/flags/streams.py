@@ -65,16 +65,16 @@ def harden_streams() -> None:
         setattr(sys, name, uncloseable)
 
 
-def exit_at_ctrl_c() -> None:
-    """Let Ctrl-C end the process at once until `keep_imports`: a KeyboardInterrupt in an import would print
-    a traceback of its library.
-    """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # unless a shell ignores it
-        signal.signal(signal.SIGINT, _exit_at_once)
-
-
 def _exit_at_once(*_: Any) -> None:
     os._exit(130)
+
+
+def exit_at_ctrl_c(handler: Callable[..., None] = _exit_at_once) -> None:
+    """Let Ctrl-C call a handler that ends the process, unless a shell ignores it. The default says nothing
+    and holds until `keep_imports`: a KeyboardInterrupt in an import would print a traceback of its library.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, handler)
 
 
 def keep_imports() -> None:

@@ -4,23 +4,14 @@
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from common.models import exact
-
-
-@cache  # asked at every product
-def is_for_onednn(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies weights of this dtype on this machine's CPU; bf16 needs AVX-512."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    return dtype == torch.float32 or (
-        dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+from common.ranks import distributed
 
 
 def linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -29,7 +20,7 @@ def linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """
     if exact.is_on():
         return exact.linear(hidden, weight, bias)
-    if weight.device.type != "cpu" or not is_for_onednn(weight.dtype):
+    if weight.device.type != "cpu" or not distributed.is_for_onednn(weight.dtype):
         return F.linear(hidden, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(hidden, weight, bias, "none", [], "")
 

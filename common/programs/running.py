@@ -2,11 +2,10 @@
 
 import contextlib
 import os
-import signal
 from collections.abc import Callable
 from typing import Any
 
-from common.flags.streams import harden_streams, keep_imports
+from common.flags.streams import exit_at_ctrl_c, harden_streams, keep_imports
 from common.programs.startup import keep_freed_memory, quiet_libraries
 from common.ranks import distributed, passes, watchdog
 from common.ranks.failures import StepSkipped, TooManyBadSteps, say
@@ -36,8 +35,7 @@ def run_program(program: Callable[[], Any], *, shows_progress: bool = True) -> N
     keep_imports()
     quiet_libraries()
     keep_freed_memory()
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # unless a shell ignores it
-        signal.signal(signal.SIGINT, _exit_at_once)
+    exit_at_ctrl_c(_exit_at_once)
     code, cause = 0, None
     try:
         with contextlib.ExitStack() as stack:

@@ -168,7 +168,10 @@ def check_device(dtype: str, problems: Problems) -> list[str]:
     """
     if not distributed.has_gpu():
         problems.add_if(dtype == "fp16", "--dtype fp16 needs a GPU; use fp32 or bf16 on a CPU")
-        return _check_hidden_gpu(problems) if distributed.has_hidden_gpu() else []
+        notes = _check_hidden_gpu(problems) if distributed.has_hidden_gpu() else []
+        if dtype == "bf16" and not distributed.is_for_onednn(torch.bfloat16):
+            notes.append("--dtype bf16 can take many times as long as fp32 on this CPU; auto measures both")
+        return notes
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     num_gpus = torch.cuda.device_count()
     num_ranks = max(rank + 1, distributed.num_ranks_here())

@@ -220,6 +220,14 @@ def computes_bf16() -> bool:
     return has_gpu() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
+@functools.cache  # asked at every product
+def is_for_onednn(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies weights of this dtype on this machine's CPU; bf16 needs AVX-512."""
+    return torch.backends.mkldnn.is_available() and (
+        dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
+
+
 def dtype_name(flag: str = "") -> str:
     """Name of the dtype selected by --dtype: by default bf16 on a GPU with native bf16, else fp32.
 

@@ -12,9 +12,8 @@ from common.data.packed_batch import pad_sequences
 from common.generation.decode import DecodeGraphs, DecodeStep, SamplingOptions
 from common.generation.generate import Generator, PromptBatch, SlotSchedule
 from common.generation.inference_module import share_weights
-from common.generation.products import is_for_onednn
 from common.models.sampling import counter_uniform, sample_tokens
-from common.ranks import passes
+from common.ranks import distributed, passes
 from common.ranks.passes import PassProgress
 
 
@@ -78,7 +77,7 @@ def test_linears_multiply_by_onednn_with_whatever_weights_are_attached(dtype, ti
     with torch.profiler.profile() as profile:
         output = inference(hidden)
     names = {event.name for event in profile.events()}
-    assert ("mkldnn::_linear_pointwise" in names) == is_for_onednn(dtype)
+    assert ("mkldnn::_linear_pointwise" in names) == distributed.is_for_onednn(dtype)
     expected = hidden.double() @ trained.weight.double().T + trained.bias.double()
     assert output.dtype == dtype
     torch.testing.assert_close(output.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)

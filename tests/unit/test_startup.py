@@ -242,6 +242,16 @@ def test_bf16_is_for_gpus_that_compute_in_it(capability, dtype, resolved, proble
     assert problem or [note in text for text in notes] == [True] * bool(note)
 
 
+@pytest.mark.parametrize("is_fast", [True, False])
+@pytest.mark.parametrize("dtype", ["", "fp32", "bf16"])
+def test_bf16_on_a_cpu_without_such_products_is_said(dtype, is_fast, monkeypatch):
+    monkeypatch.setattr(distributed, "is_for_onednn", lambda of: is_fast or of == torch.float32)
+    notes = check_device(dtype, Problems())
+    assert ["bf16 can take many times as long" in note for note in notes] == [True] * (
+        dtype == "bf16" and not is_fast
+    )
+
+
 @pytest.mark.parametrize(
     ("tf32", "dtype", "capability", "is_used", "is_said"),
     [

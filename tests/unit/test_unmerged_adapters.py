@@ -69,7 +69,7 @@ def test_it_computes_what_the_trainer_does_after_each_update(family, stage, tiny
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_it_is_the_trainer_to_the_bit_where_kernels_agree(dtype, tiny_model_folder, monkeypatch):
     """With torch's own products, and each factor by itself, as PEFT's layers have them."""
-    monkeypatch.setattr(products, "is_for_onednn", lambda dtype: False)
+    monkeypatch.setattr(distributed, "is_for_onednn", lambda dtype: False)
     monkeypatch.setattr(products.AdapterGroup, "join", lambda self: None)
     found, expected = logits_of(build(tiny_model_folder("llama"), 0, dtype=dtype, merge_adapters="false"))
     assert found.equal(expected)
