@@ -55,12 +55,17 @@ def measure_best(run: Path, columns: Mapping[str, str], score: str) -> dict[str,
     return curves
 
 
-def compare_at_equal_kl(run: dict[str, Any], best: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Final values of a run beside those of the best of n at the run's KL; `is_beyond` if no n has that KL,
-    when the values are those of the largest n.
+def compare_at_equal_kl(
+    run: dict[str, Any], best: dict[str, Any], names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Values of each evaluation of a run but the first, beside those of the best of n at its KL; `is_beyond`
+    if no n has that KL, when the values are those of the largest n.
     """
-    kl = run["kl"][-1]
-    row = {"name": run["name"], "seed": run["seed"], "kl": kl, "is_beyond": kl > best["kl"][-1]}
-    for name in names:
-        row |= {name: run[name][-1], f"best_of_n_{name}": float(np.interp(kl, best["kl"], best[name]))}
-    return row
+    rows = []
+    for place, kl in list(enumerate(run["kl"]))[1:]:
+        row = {"name": run["name"], "seed": run["seed"], "step": run["steps"][place], "kl": kl}
+        row["is_beyond"] = kl > best["kl"][-1]
+        for name in names:
+            row |= {name: run[name][place], f"best_of_n_{name}": float(np.interp(kl, best["kl"], best[name]))}
+        rows.append(row)
+    return rows

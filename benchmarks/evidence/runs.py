@@ -6,6 +6,7 @@ read.
 
   command, environment  of every run, with {words}, {flags}, {seed}, {folder}, {run}, {data} and any other key
   prepare               commands that run first, each with a separate folder as its {run}
+  prepared              the prepared runs of which the last values of `prepared_metrics` are kept
   metrics, means        curves that are kept, and metrics that are averaged over all steps
   score                 the metric that cases are compared by
   every                 number of values that a point of a curve is the mean of
@@ -46,6 +47,7 @@ DEFAULTS: dict[str, Any] = {
     "means": {"gap": "policy/logprob_gap"},  # |sampler - trainer|, nats per token
     "every": 1,
     "x_axes": {},
+    "prepared": (),
 }
 Section = dict[str, Any]
 Measured = tuple[dict[str, Any], dict[str, dict[str, Curve]], str]
@@ -75,7 +77,12 @@ def measure(name: str, *, is_quick: bool, data: Sequence[str] = ()) -> Measured:
         if is_quick:
             folder = Path(scratch)
         runs = run_all(section, folder)
-    return describe(section, runs), draw(section, runs), section.get("x_name", "step")
+        facts = describe(section, runs)
+        for of in section["prepared"]:
+            curves = read_run(folder / of).curves
+            metrics = section["prepared_metrics"].items()
+            facts[of] = {key: curves[metric].last for key, metric in metrics if metric in curves}
+    return facts, draw(section, runs), section.get("x_name", "step")
 
 
 def run_all(section: Section, folder: Path) -> Runs:
@@ -155,7 +162,9 @@ def describe(section: Section, runs: Runs) -> dict[str, Any]:
     if best:
         others = [run for rows in runs.values() for run in rows if run is not best]
         names = section["compared"]
-        facts["at_equal_kl"] = [best_of_n.compare_at_equal_kl(run, best, names) for run in others]
+        facts["at_equal_kl"] = [
+            row for run in others for row in best_of_n.compare_at_equal_kl(run, best, names)
+        ]
     return facts
 
 

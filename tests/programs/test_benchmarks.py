@@ -60,7 +60,9 @@ def test_quick_evidence_ends_with_its_facts(forks, name, tmp_path):
         learned, best = found["runs"]
         assert best["prompts"] == 4 and best["steps"][-1] == 32
         assert best["scores"] == sorted(best["scores"]) and best["judged"] != best["scores"]
-        assert found["at_equal_kl"][0]["scores"] == pytest.approx(learned["scores"][-1], abs=1e-6)
+        assert [row["step"] for row in found["at_equal_kl"]] == [1, 2]
+        assert found["at_equal_kl"][-1]["scores"] == pytest.approx(learned["scores"][-1], abs=1e-6)
+        assert found["reward"]["pairs"] == 10 and found["judge"]["accuracy"] <= 1
     if name == "stability":
         ours, mistaken = found["cases"].values()
         assert ours["kl"] != mistaken["kl"]
@@ -89,18 +91,22 @@ def test_the_best_of_n_is_read_prompt_by_prompt_from_a_run(tmp_path):
     assert best["tokens"] == pytest.approx([(2.5 + 8) / 2, (10 / 6 + 7) / 2])
 
 
-def test_a_run_is_compared_with_the_best_of_n_at_its_kl():
+def test_each_evaluation_is_compared_with_the_best_of_n_at_its_kl():
     best = {"kl": [0.0, 0.2, 0.6], "scores": [1.0, 2.0, 3.0]}
-    for kl, expected, is_beyond in (
-        (0.0, 1.0, False),
-        (0.1, 1.5, False),
-        (0.6, 3.0, False),
-        (0.7, 3.0, True),
-    ):
-        run_at_kl = {"name": "PPO", "seed": 1, "kl": [0.0, kl], "scores": [0.0, 4.0]}
-        row = compare_at_equal_kl(run_at_kl, best, ["scores"])
-        assert row["best_of_n_scores"] == pytest.approx(expected)
-        assert (row["scores"], row["kl"], row["is_beyond"]) == (4.0, kl, is_beyond)
+    run = {
+        "name": "PPO",
+        "seed": 1,
+        "steps": [0, 5, 10, 15],
+        "kl": [0.0, 0.1, 0.6, 0.7],
+        "scores": [0, 4, 5, 6],
+    }
+    rows = compare_at_equal_kl(run, best, ["scores"])
+    assert [row["best_of_n_scores"] for row in rows] == pytest.approx([1.5, 3.0, 3.0])
+    assert [(row["step"], row["scores"], row["kl"], row["is_beyond"]) for row in rows] == [
+        (5, 4, 0.1, False),
+        (10, 5, 0.6, False),
+        (15, 6, 0.7, True),
+    ]
 
 
 def test_every_fault_of_stability_changes_the_numbers(forks, tiny, tmp_path):
