@@ -202,6 +202,42 @@ def test_what_each_algorithm_learns_is_told(name):
     assert scores.steps == [0, 1280, 2560, 3840, 5120]
 
 
+def cells_of_a_run(run: dict) -> list[str]:
+    """PPO of real preferences: scores before and after, KL, wins, what the critic explains, peak."""
+    cells = [run["name"], str(run["seed"])]
+    cells += [f"{run[key][0]:.2f}, {run[key][-1]:.2f}" for key in ("scores", "judged")]
+    cells += [f"{run['kl'][-1]:.2f}"]
+    cells += [
+        "{:.2f} ({:.2f} to {:.2f})".format(*(run[f"win_rate{key}"][-1] for key in ("", "_low", "_high")))
+    ]
+    cells += [f"{run['tokens'][0]:.0f}, {run['tokens'][-1]:.0f}"]
+    cells += [f"{statistics.fmean(run['explained'][part]):.2f}" for part in (slice(5), slice(-5, None))]
+    return [*cells, f"{run['peak_gib'][-1]:.1f}", f"{run['seconds'][-1] / 60:.0f}"]
+
+
+def test_ppo_of_real_preferences_is_told():
+    found, section = EVIDENCE["preferences"], SECTIONS["preferences"]
+    *runs, best_of_n = found["runs"]
+    rows = [cells_of_a_run(run) for run in runs]
+    for row in found["at_equal_kl"]:
+        cells = [row["name"], str(row["seed"]), str(row["step"]), f"{row['kl']:.2f}"]
+        mark = "*" if row["is_beyond"] else ""
+        for key in ("scores", "judged"):
+            cells += [f"{row[key]:.2f}", f"{row[f'best_of_n_{key}']:.2f}{mark}"]
+        rows.append(cells)
+        assert row["scores"] < row["best_of_n_scores"]  # "in every run, at every KL"
+    for place, n in enumerate(best_of_n["steps"]):
+        values = [best_of_n[key][place] for key in ("kl", "scores", "judged")]
+        rows.append([str(n), *(f"{value:.2f}" for value in values), f"{best_of_n['tokens'][place]:.0f}"])
+    for name in ("reward", "judge"):
+        of = found[name]
+        accuracy = f"{of['accuracy']:.3f} ({of['accuracy_low']:.2f} to {of['accuracy_high']:.2f})"
+        rest = [f"{of[key]:.2f}" for key in ("prefers_longer", "longer_is_chosen", "length_correlation")]
+        rows.append([name, accuracy, *rest])
+    assert [row for row in map(as_row, rows) if row not in section] == []
+    assert f"{best_of_n['prompts']} held-out prompts" in section
+
+
 # ---- scale, planned -------------------------------------------------------------------------------------
 
 SCALE, SCALE_SECTION = EVIDENCE["scale"], SECTIONS["scale"]
