@@ -65,6 +65,15 @@ def keep_packed(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
+def release_file(model: nn.Module) -> None:
+    """Copy the weights that are not packed: on a CPU they are views of the model's file, all of which stays in
+    memory with them.
+    """
+    for parameter in model.parameters():
+        if packing_of(parameter) is None:
+            parameter.data = parameter.data.clone()
+
+
 def packing_of(parameter: torch.Tensor) -> Any:
     """Scales and shape of a packed weight; None for one that is not packed."""
     return getattr(parameter, "quant_state", None)

@@ -26,7 +26,7 @@ from common.models.attention import (
     narrow_last_layer,
     takes_packed,
 )
-from common.models.four_bit import keep_packed, quantisation, whole_shape
+from common.models.four_bit import keep_packed, quantisation, release_file, whole_shape
 from common.models.model_inputs import ModelInputs
 from common.models.router_loss import balance_loss, router_coefficient
 from common.models.saved_adapters import base_of, is_adapter
@@ -253,6 +253,8 @@ def load_pretrained(
     )
     model.packs_rows = probe.packs
     keep_packed(model)
+    if packed:
+        release_file(model)
     if not getattr(model, "hf_quantizer", None):
         _check_values(options.name_or_path, model)
     elif not options.load_in_4bit:

@@ -1,5 +1,7 @@
 """--load_in_4bit: what is asked for, what is refused, and, where bitsandbytes is, what packed weights are."""
 
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -106,6 +108,13 @@ def test_linear_layers_alone_are_packed_and_count_as_what_they_are(packed):
     head = model.get_base_model().lm_head
     plain = ModelFlops(add_lora(whole, LoraOptions(4)), whole.lm_head)
     assert ModelFlops(model, head).body == plain.body
+
+
+def test_the_file_of_a_packed_base_does_not_stay_in_memory(library, tiny_model_folder, tmp_path):
+    folder = shutil.copytree(tiny_model_folder("llama"), tmp_path / "base")
+    model = load_causal_lm(ModelOptions(str(folder), load_in_4bit=True), 320)
+    maps = Path("/proc/self/maps").read_text()
+    assert str(folder) not in maps and len(trained_weights(model)) > 10
 
 
 def test_a_merged_weight_is_what_its_layer_computes(packed):
