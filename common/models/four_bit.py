@@ -66,8 +66,8 @@ def keep_packed(model: nn.Module) -> None:
 
 
 def release_file(model: nn.Module) -> None:
-    """Copy the weights that are not packed: on a CPU they are views of the model's file, all of which stays in
-    memory with them.
+    """Copy the weights that are not packed: on a CPU they are views of the model's file, which would stay in
+    memory as a whole.
     """
     for parameter in model.parameters():
         if packing_of(parameter) is None:
