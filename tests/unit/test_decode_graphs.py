@@ -186,7 +186,7 @@ def test_graphs_are_forgotten_when_a_weight_moves(is_buffer):
 @pytest.mark.parametrize("end", [None, Stopped("stopped"), RuntimeError("an error")], ids=str)
 def test_graphs_go_before_the_process_group(end, monkeypatch):
     alive = []
-    monkeypatch.setattr(running.signal, "signal", lambda *_: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
     with pretended_gpu() as gpu, mock.patch.object(dist, "destroy_process_group") as destroy:
         destroy.side_effect = lambda: alive.append(len(gpu.graphs))
 
