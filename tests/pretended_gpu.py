@@ -18,8 +18,7 @@ dispatch mode sees every operation, forward and backward, in every thread that i
 - process groups are nccl's unless their maker says gloo: they refuse tensors of the CPU, gloo's the device's;
 - DeepSpeed has its own accelerator for CUDA.
 
-It does not know what streams write in place, the kernels' own checks of arguments, or memory that lies
-between tensors.
+It does not know what streams write in place, the kernels' checks of arguments, or memory between tensors.
 """
 
 import contextlib
@@ -400,9 +399,10 @@ def pretended_gpu(capability: tuple[int, int] = (8, 0), memory_gib: float = 24.0
         gpus.append(gpu)
         stack.callback(gpus.pop)
         stack.enter_context(mock.patch.multiple(torch.cuda, **_torch_cuda(gpu, tuple(capability))))
-        stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", lambda *_: gpu.stream))
-        # What torch logs of a collective that failed.
-        stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", lambda: (2, 27, 3)))
+        # Not available, as in a build without CUDA: in one with it, torch asks its module `cpu` for streams.
+        of_any_device = {"current_stream": lambda *_: gpu.stream, "is_available": lambda: False}
+        stack.enter_context(mock.patch.multiple(torch.accelerator, **of_any_device))
+        stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", lambda: (2, 27, 3)))  # logged
         stack.enter_context(mock.patch.multiple(dist, **public))
         stack.enter_context(mock.patch.multiple(dist.distributed_c10d, **groups))
         stack.enter_context(mock.patch.object(real_accelerator, "ds_accelerator", _Accelerator()))
