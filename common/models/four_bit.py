@@ -70,7 +70,7 @@ def release_file(model: nn.Module) -> None:
     memory as a whole.
     """
     for parameter in model.parameters():
-        if packing_of(parameter) is None:
+        if packing_of(parameter) is None and parameter.device.type == "cpu":
             parameter.data = parameter.data.clone()
 
 

@@ -96,16 +96,17 @@ def test_each_evaluation_is_compared_with_the_best_of_n_at_its_kl():
     run = {
         "name": "PPO",
         "seed": 1,
-        "steps": [0, 5, 10, 15],
-        "kl": [0.0, 0.1, 0.6, 0.7],
-        "scores": [0, 4, 5, 6],
+        "steps": [0, 5, 10, 15, 20],
+        "kl": [0.0, 0.0, 0.1, 0.6, 0.7],
+        "scores": [0, 3, 4, 5, 6],
     }
     rows = compare_at_equal_kl(run, best, ["scores"])
-    assert [row["best_of_n_scores"] for row in rows] == pytest.approx([1.5, 3.0, 3.0])
+    assert [row["best_of_n_scores"] for row in rows] == pytest.approx([1.0, 1.5, 3.0, 3.0])
     assert [(row["step"], row["scores"], row["kl"], row["is_beyond"]) for row in rows] == [
-        (5, 4, 0.1, False),
-        (10, 5, 0.6, False),
-        (15, 6, 0.7, True),
+        (5, 3, 0.0, False),
+        (10, 4, 0.1, False),
+        (15, 5, 0.6, False),
+        (20, 6, 0.7, True),
     ]
 
 
