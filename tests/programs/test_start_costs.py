@@ -1,8 +1,8 @@
-"""What a start costs in seconds of the processor, from the command to the end of a single step, beside those
-of the libraries alone: processors differ.
+"""What a start costs, from the command to the end of a plan or of a first step: the modules that it imports
+beside those of the libraries alone, and the collections of garbage. Both are counted, as seconds vary.
 """
 
-import os
+import json
 import sys
 
 import pytest
@@ -12,38 +12,46 @@ from tiny_inputs import step_flags
 pytestmark = pytest.mark.slow
 
 PROGRAMS = {1: "step1_sft/main.py", 2: "step2_reward/main.py", 3: "step3_ppo/main.py"}
-LIBRARIES = "import gc; gc.disable(); import torch, deepspeed; from transformers import LlamaForCausalLM"
-STEP_LIMIT = 2.4  # times their seconds; it takes 1.5
-PLAN_LIMIT = 1.35  # it takes 1.1, and 1.6 if it loads PEFT and collects garbage while it imports
+LIBRARIES = "import torch, deepspeed; from transformers import LlamaForCausalLM"
+COUNT = """
+import atexit, gc, json, os, runpy, sys
+def print_counts():
+    print(json.dumps([len(sys.modules), gc.get_stats()[0]["collections"]]), file=sys.stderr)
+atexit.register(print_counts)
+sys.path.insert(0, os.getcwd())
+"""
+STEP_LIMIT = 1.4  # times the libraries' modules; it imports 1.3
+PLAN_LIMIT = 1.15  # it imports 1.09, and 1.19 if it loads PEFT
+COLLECTIONS = 100  # of a plan, which takes 61, and 975 if it collects garbage while it imports
 
 
-def seconds_of(*words: str) -> tuple[str, float]:
-    """The output of a program, and its time of the processor."""
-    before = os.times()
-    done = run([sys.executable, *words])
-    now = os.times()
-    seconds = now.children_user + now.children_system - before.children_user - before.children_system
-    return done.stdout, seconds
+def counts_of(code: str, *words: str) -> tuple[str, int, int]:
+    """The output of a program, its modules, and its collections of the youngest generation."""
+    done = run([sys.executable, "-c", COUNT + code, *words])
+    return done.stdout, *json.loads(done.stderr.splitlines()[-1])
 
 
-@pytest.fixture
-def library_seconds():
-    """Seconds of the libraries alone, measured now."""
-    return min(seconds_of("-c", LIBRARIES)[1] for _ in range(2))
+@pytest.fixture(scope="module")
+def library_modules() -> int:
+    """The number of modules that the libraries alone import."""
+    return counts_of(LIBRARIES)[1]
 
 
 @pytest.mark.parametrize("step", PROGRAMS)
-def test_the_first_step_of_a_tiny_model_comes_soon(tiny, step, library_seconds):
+def test_the_first_step_of_a_tiny_model_imports_little(tiny, step, library_modules):
     flags = step_flags(tiny, step, max_train_steps=1, dtype="fp32")
-    text, seconds = seconds_of(PROGRAMS[step], *as_flags(flags))
-    assert " 1/1 " in text and seconds < STEP_LIMIT * library_seconds, (seconds, library_seconds)
+    code = f"runpy.run_path({PROGRAMS[step]!r}, run_name='__main__')"
+    text, modules, _ = counts_of(code, *as_flags(flags))
+    assert " 1/1 " in text and modules < STEP_LIMIT * library_modules, (modules, library_modules)
 
 
-def test_a_plan_of_a_tiny_model_comes_soon(tiny, library_seconds):
+def test_a_plan_of_a_tiny_model_imports_little_and_collects_nothing_meanwhile(tiny, library_modules):
     flags = step_flags(tiny, 3, data_path=None)
-    plans = [seconds_of("-m", "tools.plan", "--stage", "3", *as_flags(flags)) for _ in range(2)]
-    text, seconds = min(plans, key=lambda plan: plan[1])
-    assert "fits: at the peak" in text and seconds < PLAN_LIMIT * library_seconds, (seconds, library_seconds)
+    code = "runpy.run_module('tools.plan', run_name='__main__', alter_sys=True)"
+    text, modules, collections = counts_of(code, "--stage", "3", *as_flags(flags))
+    assert "fits: at the peak" in text
+    assert modules < PLAN_LIMIT * library_modules, (modules, library_modules)
+    assert collections < COLLECTIONS
 
 
 def test_what_adapters_alone_need_is_not_imported(tiny):
