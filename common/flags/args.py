@@ -102,7 +102,8 @@ def _build_parser(cls: type, description: str, *, shows_all: bool) -> argparse.A
     if not shows_all:
         description += " Only the most common flags are listed; --help_all lists all."
     parser = argparse.ArgumentParser(
-        usage="%(prog)s [--flag value ...]",
+        # With its folder, as four programs are called main.py.
+        usage="/".join(Path(sys.argv[0]).parts[-2:]) + " [--flag value ...]",
         description=description,
         formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=36),
         allow_abbrev=False,

@@ -41,6 +41,7 @@ def call(tmp_path):
 def test_help_loads_no_library(call, program):
     short, whole = call(program, "--help"), call(program, "--help_all")
     assert (short.returncode, short.stderr) == (whole.returncode, whole.stderr) == (0, "")
+    assert short.stdout.startswith(f"usage: {program.replace('/dpo', '')} [--flag value ...]\n")
     assert "model_name_or_path" in short.stdout and len(whole.stdout) >= len(short.stdout) > 1000
 
 
