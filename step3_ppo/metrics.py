@@ -33,10 +33,11 @@ def gather_responses(batch: PackedBatch, **more: torch.Tensor) -> dict[str, torc
     )
 
 
-def summarise(batch: PackedBatch) -> dict[str, float]:
+def summarise(batch: PackedBatch, clip: float = 0.0) -> dict[str, float]:
     """Means over a batch with rewards; `objective/kl` is in nats per response (k1).
 
-    Without scores their metrics are left out. Every rank must call this.
+    Scores are clipped to [-clip, clip]; 0: they are not. Without scores their metrics are left out. Every
+    rank must call this.
     """
     rewards = masked_sum(tokens(batch, "rewards"), response_mask(batch), dim=1)
     gathered = gather_responses(batch, rewards=rewards)
@@ -48,6 +49,8 @@ def summarise(batch: PackedBatch) -> dict[str, float]:
             "objective/reward": float(gathered["rewards"].mean()),
             "objective/score_length_correlation": float(correlation(gathered["scores"], gathered["lengths"])),
         }
+        if clip:
+            metrics["objective/clipped_fraction"] = float((gathered["scores"].abs() > clip).float().mean())
     metrics |= {
         "objective/kl": float(gathered["kl"].mean()),
         "rollout/response_tokens": float(gathered["lengths"].mean()),

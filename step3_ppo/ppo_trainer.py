@@ -133,7 +133,14 @@ class PPOTrainer:
             has_score = self.rollout.scores.counts(batch)
             scored = batch.select(has_score.nonzero()[:, 0])
             scored = self.algorithm.add_advantages(scored, self.args, self.kl_controller.coef)
-            summary = metrics.summarise(scored)
+            clip = self.args.reward_clip * (self.args.whiten_scores == "none")
+            summary = metrics.summarise(scored, clip)
+            share = summary.get("objective/clipped_fraction", 0.0)
+            if step == 1 and share > 0.1:  # later the report says so
+                self.logger.note(
+                    f"note: {share:.0%} of the first scores are beyond --reward_clip {clip:g}: PPO sees "
+                    f"{clip:g} or -{clip:g} instead; --reward_clip 0 or --whiten_scores batch keeps them apart"
+                )
             if self.rollout.recomputes:
                 gaps = (scored.data["rollout_logprobs"] - scored.data["old_logprobs"]).abs()
                 gaps = gaps[scored.data.get("sampled_mask", ...)]

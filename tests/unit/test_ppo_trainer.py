@@ -193,6 +193,27 @@ def test_a_critic_that_is_right_leaves_no_advantage_while_statistics_move(kind, 
         assert torch.allclose(normaliser.denormalise(learned_from["returns"]), worth, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("flags", "shares"),
+    [({}, [2 / 3, 1.0, 1.0]), ({"whiten_scores": "batch"}, [None] * 3), ({"reward_clip": 0.0}, [None] * 3)],
+)
+def test_scores_beyond_the_clip_are_counted_and_noted_at_first(flags, shares):
+    """Of 3, 6, 12, then 9, 18, 36, then 27, 54, 108."""
+    notes, algorithm = [], ALGORITHMS["reinforce++"]
+    logger = SimpleNamespace(log=lambda *_: None, note=notes.append)
+    trainer = make_trainer(
+        fill_defaults(PPOArguments(**flags), algorithm), algorithm, KnowingCritic(), logger
+    )
+    trainer.rollout.normaliser = ValueNormaliser("ma", 0.5)
+    trainer.minibatches, trainer._write_responses = lambda current: (), lambda *_: None
+    run = SimpleNamespace(num_updates=0, checkpoint_if_due=lambda *_: None, stoppable=nullcontext)
+    found = [trainer.train_step(step, run).get("objective/clipped_fraction") for step in (1, 2, 3)]
+    assert found == pytest.approx(shares) and len(notes) == bool(shares[0])
+    assert not notes or notes[0].startswith(
+        "note: 67% of the first scores are beyond --reward_clip 5: PPO sees 5 or -5 "
+    )
+
+
 def test_returns_that_do_not_count_move_no_statistics():
     trainer, *_ = open_trainer(value_norm="ma")
     batch = make_batch([2, 1], returns=torch.tensor([[1.0, 3.0], [100.0, 0.0]]), old_values=torch.ones(2, 2))

@@ -226,7 +226,7 @@ SCORE, KL = "objective__score", "objective__kl"
 CORRELATION, TOKENS = "objective__score_length_correlation", "rollout__response_tokens"
 FINISHED, DISTINCT = "rollout__finished_fraction", "rollout__distinct_2"
 ENTROPY, VARIANCE = "policy__entropy", "value__explained_variance"
-DEVIATION = "objective__score_std"
+DEVIATION, CLIPPED = "objective__score_std", "objective__clipped_fraction"
 SOUND = PPO | {
     CORRELATION: lambda s: 0.1,
     FINISHED: lambda s: 0.95,
@@ -265,6 +265,8 @@ HACKS = {
         {VARIANCE: lambda s: 0.4 - s / 50}, {VARIANCE: lambda s: -0.4 + s / 50}),
     "All responses have the same score": (
         {DEVIATION: lambda s: float(s < 10)}, {DEVIATION: lambda s: 1 / (1 + s)}),
+    "Scores are clipped": (
+        {CLIPPED: lambda s: s / 100}, {CLIPPED: lambda s: 1 / (9 + s)}),
     "Another reward falls while the score rises": (
         {SCORE: lambda s: s, f"{SCORE}_b": lambda s: -s, "objective__agreement_b": lambda s: 0},
         {f"{SCORE}_b": lambda s: s}),

@@ -233,6 +233,9 @@ def test_the_summary_by_hand():
     assert found["objective/score"] == 2.0 and found["objective/score_std"] == 1.0
     assert found["objective/reward"] == 2.0 and found["rollout/response_tokens"] == 1.5
     assert found["objective/score_length_correlation"] == pytest.approx(1.0)
+    assert "objective/clipped_fraction" not in found
+    shares = [metrics.summarise(batch, clip)["objective/clipped_fraction"] for clip in (0.5, 1.0, 2.5, 3.0)]
+    assert shares == [1.0, 0.5, 0.5, 0.0], "a score at the clip is not beyond it"
 
 
 def test_explained_variance_by_hand():
