@@ -139,7 +139,7 @@ class PPOTrainer:
             if step == 1 and share > 0.1:  # later the report says so
                 self.logger.note(
                     f"note: {share:.0%} of the first scores are beyond --reward_clip {clip:g}: PPO sees "
-                    f"{clip:g} or -{clip:g} instead; --reward_clip 0 or --whiten_scores batch keeps them apart"
+                    f"{clip:g} or -{clip:g} for them; --reward_clip 0 or --whiten_scores batch avoids it"
                 )
             if self.rollout.recomputes:
                 gaps = (scored.data["rollout_logprobs"] - scored.data["old_logprobs"]).abs()
