@@ -14,11 +14,10 @@ pytestmark = pytest.mark.slow
 PROGRAMS = {1: "step1_sft/main.py", 2: "step2_reward/main.py", 3: "step3_ppo/main.py"}
 LIBRARIES = "import torch, deepspeed; from transformers import LlamaForCausalLM"
 COUNT = """
-import atexit, gc, json, os, runpy, sys
+import atexit, gc, json, runpy, sys
 def print_counts():
     print(json.dumps([len(sys.modules), gc.get_stats()[0]["collections"]]), file=sys.stderr)
 atexit.register(print_counts)
-sys.path.insert(0, os.getcwd())
 """
 STEP_LIMIT = 1.4  # times the libraries' modules; it imports 1.3
 PLAN_LIMIT = 1.15  # it imports 1.09, and 1.19 if it loads PEFT

@@ -41,6 +41,11 @@ def make_trainer(args, algorithm, rollout, logger=None) -> PPOTrainer:
     return PPOTrainer(algorithm, rollout, losses, SimpleNamespace(num_steps=0), logger)
 
 
+def run_without_checkpoints() -> SimpleNamespace:
+    """A run that saves nothing and is not stopped."""
+    return SimpleNamespace(num_updates=0, checkpoint_if_due=lambda *_: None, stoppable=nullcontext)
+
+
 def open_trainer(**flags):
     """A trainer with one step open, of two minibatches, and the list of what its losses are asked for."""
     args, algorithm, rollout, asked = PPOArguments(**flags), ALGORITHMS["ppo"], KnowingCritic(), []
@@ -169,10 +174,7 @@ def test_a_critic_that_is_right_leaves_no_advantage_while_statistics_move(kind, 
         rollout_staleness=staleness,
     )  # fmt: skip
     learned, algorithm, rollout = [], ALGORITHMS["ppo"], KnowingCritic()
-    logger, run = (
-        SimpleNamespace(log=lambda *_: None),
-        SimpleNamespace(num_updates=0, checkpoint_if_due=lambda *_: None, stoppable=nullcontext),
-    )
+    logger, run = SimpleNamespace(log=lambda *_: None), run_without_checkpoints()
     trainer = make_trainer(fill_defaults(args, algorithm), algorithm, rollout, logger)
     rollout.normaliser = normaliser = trainer.value_normaliser
     normaliser.beta = 0.5
@@ -193,25 +195,34 @@ def test_a_critic_that_is_right_leaves_no_advantage_while_statistics_move(kind, 
         assert torch.allclose(normaliser.denormalise(learned_from["returns"]), worth, rtol=1e-5)
 
 
+NOTE = "note: 67% of the first scores are beyond --reward_clip 5: PPO sees 5 or -5 "
+
+
 @pytest.mark.parametrize(
-    ("flags", "shares"),
-    [({}, [2 / 3, 1.0, 1.0]), ({"whiten_scores": "batch"}, [None] * 3), ({"reward_clip": 0.0}, [None] * 3)],
+    ("flags", "shares", "notes"),
+    [
+        (
+            {},
+            [2 / 3, 1.0, 1.0],
+            [NOTE],
+        ),
+        ({"whiten_scores": "batch"}, [None] * 3, []),
+        ({"reward_clip": 0.0}, [None] * 3, []),
+    ],
 )
-def test_scores_beyond_the_clip_are_counted_and_noted_at_first(flags, shares):
+def test_scores_beyond_the_clip_are_counted_and_noted_at_first(flags, shares, notes):
     """Of 3, 6, 12, then 9, 18, 36, then 27, 54, 108."""
-    notes, algorithm = [], ALGORITHMS["reinforce++"]
-    logger = SimpleNamespace(log=lambda *_: None, note=notes.append)
+    printed, algorithm = [], ALGORITHMS["reinforce++"]
+    logger = SimpleNamespace(log=lambda *_: None, note=printed.append)
     trainer = make_trainer(
         fill_defaults(PPOArguments(**flags), algorithm), algorithm, KnowingCritic(), logger
     )
     trainer.rollout.normaliser = ValueNormaliser("ma", 0.5)
     trainer.minibatches, trainer._write_responses = lambda current: (), lambda *_: None
-    run = SimpleNamespace(num_updates=0, checkpoint_if_due=lambda *_: None, stoppable=nullcontext)
-    found = [trainer.train_step(step, run).get("objective/clipped_fraction") for step in (1, 2, 3)]
-    assert found == pytest.approx(shares) and len(notes) == bool(shares[0])
-    assert not notes or notes[0].startswith(
-        "note: 67% of the first scores are beyond --reward_clip 5: PPO sees 5 or -5 "
-    )
+    run = run_without_checkpoints()
+    logged = [trainer.train_step(step, run).get("objective/clipped_fraction") for step in (1, 2, 3)]
+    assert logged == pytest.approx(shares)
+    assert [text[: len(note)] for text, note in zip(printed, notes, strict=True)] == notes
 
 
 def test_returns_that_do_not_count_move_no_statistics():
@@ -252,7 +263,7 @@ def test_hooks_run_before_and_after_each_phase(monkeypatch):
     algorithm, rollout = ALGORITHMS["ppo"], KnowingCritic()
     rollout.normaliser = ValueNormaliser("exp")
     logger = SimpleNamespace(log=lambda *_: None)
-    run = SimpleNamespace(num_updates=0, checkpoint_if_due=lambda *_: None, stoppable=nullcontext)
+    run = run_without_checkpoints()
     args = fill_defaults(PPOArguments(reward_clip=0.0, kl_coef=0.0), algorithm)
     trainer = make_trainer(args, algorithm, rollout, logger)
     trainer.minibatches = lambda current: learned.append(current.batch) or list(minibatches)
