@@ -119,7 +119,7 @@ class Template(ABC):
         first = bisect_left(shorter, True, key=lambda turns: self._count_tokens(turns, tools) <= max_tokens)
         return shorter[min(first, len(shorter) - 1)]
 
-    def _count_tokens(self, prompt: Sequence[Message], tools: str = "") -> int:
+    def _count_tokens(self, prompt: Sequence[Message], tools: str) -> int:
         return len(self.tokenise_batch([self.segments(prompt, None, tools=tools)])[0].input_ids)
 
     def continue_ids(self, messages: Sequence[Message]) -> list[int]:
@@ -318,7 +318,7 @@ def truncate(
     kept_context = min(start, max(max_tokens - room, min_context_tokens))
     end = min(len(input_ids), start + max_tokens - kept_context)
     kept = list(range(start - kept_context, end))
-    if start > 0 and input_ids[0] == bos_id:
+    if input_ids[0] == bos_id:
         kept[0] = 0
     return row._replace(
         input_ids=[input_ids[i] for i in kept], response_mask=[mask[i] for i in kept], is_truncated=True

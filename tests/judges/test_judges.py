@@ -24,6 +24,7 @@ from program_runs import ROOT, free_port, run
 from safetensors import safe_open
 
 from common.data.chat_template import build_template
+from common.data.example import Message
 
 JUDGES, PAGE = ROOT / "docs/results/judges.json", ROOT / "docs/exports.md"
 OF_TRANSFORMERS = ("model", "pipeline", "serve", "peft")
@@ -193,8 +194,12 @@ def test_a_dialogue_has_the_tokens_of_the_exported_chat_template():
         options = {"chat_template": template.chat_template, "return_dict": True}
         ids = row.input_ids + template.closing_ids
         assert ids == tokenizer.apply_chat_template(talk, **options)["input_ids"]
+        assert ids[0] == tokenizer.bos_token_id and not row.response_mask[0]
         text = template.encode(template.text_segments("How"), 1000)
         assert text.input_ids == tokenizer("How</s>").input_ids
+    template = build_template("plain", tokenizer)
+    bare, led = (template.segments([Message("user", f"{bos}How")], "Fine.") for bos in ("", "<s>"))
+    assert template.encode(bare, 1000) == template.encode(led, 1000), "a prompt may begin with BOS"
 
 
 # ---- With the programs

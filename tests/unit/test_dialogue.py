@@ -8,7 +8,7 @@ from tokenizers import processors
 from common.data.adapters.row_forms import read_row
 from common.data.chat_template import build_template
 from common.data.data_options import DataOptions
-from common.data.dialogue import Segment, Tokenised, truncate
+from common.data.dialogue import BATCH_TEXTS, Segment, Tokenised, response_start, truncate
 from common.data.example import BadRow, Example, Message
 from common.data.stage_rows import Item, RowBuilder
 from common.data.token_cache import DataReport
@@ -84,6 +84,10 @@ def test_a_straddling_token_belongs_to_the_side_it_starts_on_and_is_told(trim_of
     assert row.straddles and not any(row.response_mask)  # " the" starts at the space, which is the prompt's
     (row,) = template.tokenise_batch([[Segment("x", False), Segment(" the", True)]])
     assert not row.straddles and row.response_mask[-1] and not row.response_mask[0]
+    (row,) = template.tokenise_batch([[Segment("", False), Segment("the", True)]])
+    assert not row.straddles and all(row.response_mask)
+    (row,) = template.tokenise_batch([[Segment(" ", False), Segment("the", True)]])
+    assert row.straddles and not any(row.response_mask)  # one token of context
     spaces = template.tokenise_batch([[Segment("x  ", False), Segment("<|endoftext|>", True)]])[0]
     *before, last = spaces.response_mask
     assert last and not any(before)  # white space stays the prompt's
@@ -92,8 +96,39 @@ def test_a_straddling_token_belongs_to_the_side_it_starts_on_and_is_told(trim_of
 def test_an_end_of_turn_in_the_data_is_not_doubled(tiny_tokenizer):
     for name in ("human_assistant", "plain"):
         template = build_template(name, tiny_tokenizer)
-        (row,) = template.tokenise_batch([template.segments(QUESTION, "Bye.<|endoftext|>")])
-        assert row.input_ids.count(template.eot_id) == 1
+        for reply in ("Bye.<|endoftext|>", "Bye.<|endoftext|> \n"):
+            *_, response = template.segments(QUESTION, reply)
+            assert response == (f"{' ' if name == 'human_assistant' else ''}Bye.<|endoftext|>", True)
+
+
+def test_plain_learns_the_reply_only_and_continues_without_marks(tiny_tokenizer):
+    template = build_template("plain", tiny_tokenizer)
+    assert template.segments(QUESTION, " Fine.") == [
+        ("How are you today?", False),
+        (" Fine.<|endoftext|>", True),
+    ]
+    turns = (Message("user", " Good."), Message("user", " Why?"))
+    assert tiny_tokenizer.decode(template.continue_ids(turns)) == " Good. Why?"
+    with pytest.raises(BadRow, match="tools"):
+        template.segments(QUESTION, "Fine.", tools="[{}]")
+    assert template.segments(SAID[:2], "Fine.", learn_all_turns=True)[-1] == (" Fine.<|endoftext|>", True)
+    assert len(template.segments((*SAID, *QUESTION), "Bye.", learn_all_turns=True)) == 4
+
+
+def test_the_start_of_a_reply_is_context(tiny_tokenizer):
+    template = build_template("human_assistant", tiny_tokenizer)
+    assert template.continued((*SAID[1:], *QUESTION, Message("assistant", " I am "))) == [
+        ("\n\nHuman: How are you today?\n\nAssistant:", False),
+        (" Fine.<|endoftext|>", True),
+        ("\n\nHuman: How are you today?\n\nAssistant:", False),
+        (" I am", False),
+    ]
+
+
+def test_rows_beyond_one_call_of_the_tokenizer_are_those_of_one_at_a_time(tiny_tokenizer):
+    template = build_template("human_assistant", tiny_tokenizer)
+    rows = [template.segments(QUESTION, "Fine. " * count) for count in range(1, BATCH_TEXTS + 2)]
+    assert template.tokenise_batch(rows) == [template.tokenise_batch([row])[0] for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -122,6 +157,7 @@ def test_bos_is_added_once_and_survives_truncation(make_tokenizer):
     assert row.input_ids.count(tokenizer.bos_token_id) == 1 and row.response_mask[0] is False
     cut = truncate(row, len(row.input_ids) - 4, bos_id=template.bos_id)
     assert cut.is_truncated and cut.input_ids == [row.input_ids[0], *row.input_ids[5:]]
+    assert template.encode(segments, len(row.input_ids) - 4) == cut
     tokenizer.chat_template = "<s>" + CHAT_JINJA
     chat = build_template("chat", tokenizer)
     (row,) = chat.tokenise_batch([chat.segments(QUESTION, "Fine.")])
@@ -144,6 +180,27 @@ def test_truncate_drops_the_prompt_on_the_left_then_the_response_on_the_right():
     assert truncate(prompt, 2).input_ids == [2, 3]
     text = Tokenised([1, 2, 3], [True] * 3, False)
     assert truncate(text, 2).input_ids == [1, 2]
+
+
+@pytest.mark.parametrize(("mask", "start"), [("", 0), ("r", 0), ("rr", 0), ("c", 1), ("crr", 1), ("rcr", 2)])
+def test_a_response_starts_behind_the_last_token_of_context(mask, start):
+    assert response_start([letter == "r" for letter in mask]) == start
+
+
+def test_a_prompt_loses_its_oldest_turns_until_it_fits_with_its_tools(make_tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHAT_JINJA
+    template = build_template("chat", tokenizer)
+    turns = (*SAID[1:], *QUESTION, Message("assistant", "Fine."), *QUESTION)
+    for system in ((), SAID[:1]):
+        prompt = system + turns
+        for tools in ("", '[{"type": "function", "function": {"name": "clock"}}]'):
+            lengths = [template._count_tokens(system + turns[start:], tools) for start in (0, 2, 4)]
+            assert lengths == sorted(lengths, reverse=True)
+            assert template.shorten(prompt, lengths[0], tools) == prompt
+            assert template.shorten(prompt, lengths[0] - 1, tools) == system + turns[2:]
+            assert template.shorten(prompt, lengths[1], tools) == system + turns[2:]
+            assert template.shorten(prompt, lengths[1] - 1, tools) == system + turns[4:]
 
 
 def test_chat_template_of_the_tokenizer(make_tokenizer):
