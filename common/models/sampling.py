@@ -105,7 +105,7 @@ def sampling_mask(
     """Mask (B, V) bool: True for the tokens among which `sample_tokens` samples with these options."""
     logits, num_tokens = logits[:, :num_valid_tokens], logits.shape[1]
     weights = _integer_weights(logits, logits.amax(-1, keepdim=True), temperature)
-    is_kept = weights > 0
+    is_kept = weights >= 1  # a smaller one counts as 0
     if 0 < top_k < weights.shape[1] or top_p < 1.0:
         is_kept &= weights >= _smallest_weight_kept(weights, top_k, top_p)
     return F.pad(is_kept, (0, num_tokens - weights.shape[1]))

@@ -7,7 +7,16 @@ from hypothesis import strategies as st
 
 from common.data import packed_batch
 from common.data.collators import collate_pairs, collate_prompts, collate_sft, collate_texts, prompt_texts
-from common.data.packed_batch import PackedBatch, pad_rows, padded_slots, score_by_length, token_positions
+from common.data.packed_batch import (
+    PackedBatch,
+    pack_rows,
+    pad_rows,
+    pad_sequences,
+    padded_slots,
+    score_by_length,
+    sum_by_sequence,
+    token_positions,
+)
 
 few_examples = settings(max_examples=30, deadline=None)
 TRAILING = {"tokens": (), "values": (3,), "flags": ()}
@@ -107,6 +116,22 @@ def test_pad_rows_by_hand():
     assert ids.tolist() == [[1, 2, 3], [-1, -1, 4]] and mask.tolist() == [[True] * 3, [False, False, True]]
 
 
+def test_pad_sequences_by_hand():
+    data = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    rows, mask = pad_sequences(data, torch.tensor([1, 2]))
+    assert rows.tolist() == [[[1, 2], [0, 0]], [[3, 4], [5, 6]]]
+    assert mask.dtype == torch.bool and mask.tolist() == [[True, False], [True, True]]
+    assert pack_rows([[], []])[0].dtype == torch.int64 and pack_rows([])[1].dtype == torch.int64
+    empty, mask = pad_sequences(data[:0], torch.tensor([], dtype=torch.int64))
+    assert empty.shape == (0, 0, 2) and mask.shape == (0, 0)
+
+
+def test_sum_by_sequence_by_hand():
+    mask = torch.tensor([True, False, True, True, False, True])
+    sums = sum_by_sequence(torch.tensor([1.0, 2.0, 4.0, 8.0]), mask, torch.tensor([3, 0, 2, 1]))
+    assert sums.tolist() == [3, 0, 4, 8]
+
+
 def test_packed_batch_interleave_puts_responses_behind_prompts():
     token_ids, lengths = example().interleave("prompt", "response")
     assert token_ids.tolist() == [1, 2, 3, 5, 6, 4, 8, 9, 10]
@@ -121,6 +146,10 @@ def test_packed_batch_adds_keys_numbers_and_texts():
     assert nested(batch)["a"] == {"prompt": [1, 2, 3], "response": [10, 12], "reward": [3], "more": []}
     assert example().data["response"].tolist() == [5, 6, 8, 9, 10]
     assert batch.with_texts("name", ["ä", ""]).texts("name") == ["ä", ""]
+    assert batch.with_texts("name", ["\ud800", "b"]).texts("name") == ["?", "b"]  # half of a surrogate pair
+    assert batch.with_texts("name", ["", ""]).data["name"].dtype == torch.uint8
+    assert example().pad("response")[0].tolist() == [[5, 6, 0], [8, 9, 10]]
+    assert nested(PackedBatch.concat([example()])) == nested(example())
 
 
 def test_packed_batch_of_no_items():
@@ -142,6 +171,10 @@ ONE = torch.ones(1)
         ),
         (
             lambda: PackedBatch.build("ab", {"x": [ONE, ONE.long()]}),
+            "key 'x': sequences must be of one kind",
+        ),
+        (
+            lambda: PackedBatch.build("ab", {"x": [torch.ones(1, 1), torch.ones(1, 2)]}),
             "key 'x': sequences must be of one kind",
         ),
         (lambda: example().select([0, 0]), "an id occurs twice"),

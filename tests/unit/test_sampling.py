@@ -117,6 +117,26 @@ def test_the_mask_of_each_row_goes_by_that_row_and_has_no_impossible_token():
     # Of weights e^2, e, 1 the first has 0.67 of the sum, the first two have 0.91.
     both = [[False, False, True, True], [True, True, False, False]]
     assert sampling_mask(logits, top_p=0.9).tolist() == both
+    impossible = torch.tensor([[0.0, -math.inf, -math.inf], [0.0, -27.8, -27.6]])  # 2^-40 is e^-27.73
+    assert sampling_mask(impossible, top_k=2).tolist() == [[True, False, False], [True, False, True]]
+    assert sampling_mask(impossible).tolist() == [[True, False, False], [True, False, True]]
+
+
+def test_the_share_kept_of_a_large_vocabulary_is_summed_in_float64():
+    logits = torch.randn(4, 49152, generator=torch.Generator().manual_seed(0))
+    sample = sampling.sample_tokens(logits, torch.full((4,), 0.5), top_p=0.9999)
+    mask = sampling_mask(logits, top_p=0.9999)
+    for row, is_kept, log_kept in zip(logits, mask, sample.log_kept, strict=True):
+        weights = ((row - row.max()).exp() * 2.0**40).double()
+        assert abs(log_kept.item() / (weights[is_kept].sum() / weights.sum()).log().item() - 1) < 1e-5
+
+
+def test_the_inverse_of_the_cumulative_weights_at_its_edges():
+    one = 2.0**40
+    behind = [one] + [0.0] * 256 + [one]  # block 1 begins with a weight of 0
+    for weights, uniform, token in (([1.0, one], 0.0, 0), ([one, 1.0], 1.0, 1), (behind, 0.5, 257)):
+        found = sampling._invert_cumulative(torch.tensor([weights]), torch.tensor([uniform]))
+        assert found.tolist() == [token]
 
 
 @pytest.mark.parametrize(("scale", "top_k"), [(0.0, 0), (0.01, 1500), (0.5, 0), (3.0, 1500)])
@@ -159,6 +179,14 @@ def test_both_ways_to_the_nucleus_find_the_very_weight_of_a_loop():
         by_digits = sampling._find_weight_by_digits(weights.clone(), weights.long(), targets)
         assert by_digits.tolist() == expected
         assert sampling._smallest_weight_in_nucleus(weights, top_p, 64).tolist() == expected
+    # The last of the low digits; and weights with a mass of 1 each below one of 2^40, to the unit.
+    last = torch.tensor([[0x53800000 - 0x7FFF, 0x53800000 - 0x7FFE]], dtype=torch.int32).view(torch.float32)
+    masses = last.long()
+    assert sampling._find_weight_by_digits(last, masses, masses.sum(1, keepdim=True).double()) == last[:, :1]
+    ones = (torch.tensor(1.0).view(torch.int32) + torch.arange(9, dtype=torch.int32)).view(torch.float32)
+    weights = torch.cat([torch.tensor([2.0**40]), ones]).unsqueeze(0)
+    target = torch.tensor([[2.0**40 + 3]], dtype=torch.float64)
+    assert sampling._find_weight_by_digits(weights, weights.long(), target) == ones[6]
 
 
 @pytest.mark.parametrize(("scale", "top_k"), [(0.0, 0), (0.01, 0), (0.5, 5000), (3.0, 0), (3.0, 50)])
