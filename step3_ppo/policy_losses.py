@@ -106,8 +106,8 @@ def find_policy_loss(text: str) -> tuple[PolicyLoss, dict[str, float]]:
 def build_policy_loss(args: PPOArguments) -> PolicyLossFunction:
     """The loss that the flags name, tested on two tokens; the empty flags of `args` are filled in.
 
-    Raises ValueError: see `find_policy_loss`; also if the function fails on two tokens, or does not return
-    one loss per token.
+    Raises ValueError: see `find_policy_loss`; also if the function fails on two tokens, does not return one
+    loss per token, or returns losses without a gradient.
     """
     loss, options = find_policy_loss(args.policy_loss)
     bounds = (args.clip_range, args.clip_range_high or args.clip_range)
@@ -131,6 +131,11 @@ def build_policy_loss(args: PPOArguments) -> PolicyLossFunction:
                 f"--policy_loss {args.policy_loss}: {name} of two tokens has the shape {shape}, not (2,): "
                 "return one number per token, unreduced"
             )
+    if not losses.requires_grad:
+        raise ValueError(
+            f"--policy_loss {args.policy_loss}: the loss has no gradient of the new log-probabilities or "
+            "entropies, so that it would train nothing: remove a detach() or no_grad()"
+        )
     return function
 
 

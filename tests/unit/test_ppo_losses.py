@@ -47,12 +47,12 @@ def test_policy_loss_and_gradient_by_hand():
 def test_policy_loss_with_a_higher_upper_bound_and_a_bounded_negative_side():
     """O20, A20: two ranges and dual_clip. O22: each side's clipped tokens are told apart."""
     # 1.25 is inside a range to 1.28; 1.3 is not; -A * 4 is bounded to 3; the lower bound stays 0.8
-    new = torch.tensor([1.25, 1.3, 4.0, 0.75, 4.0]).log().requires_grad_()
-    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0])
+    new = torch.tensor([1.25, 1.3, 4.0, 0.75, 4.0, 0.5]).log().requires_grad_()
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0, 0.0])
     loss, sides = clipped_surrogate(new.exp(), advantages, (0.2, 0.28), 3.0)
     loss.sum().backward()
-    close(loss, [-1.25, -1.28, 3.0, 0.8, 0.0])
-    close(new.grad, [-1.25, 0.0, 0.0, 0.0, 0.0])
+    close(loss, [-1.25, -1.28, 3.0, 0.8, 0.0, 0.0])
+    close(new.grad, [-1.25, 0.0, 0.0, 0.0, 0.0, 0.0])
     expected = {"": [1, 2, 3], "_high": [1], "_dual": [2], "_low": [3]}
     found = {name.removeprefix("clip_fraction"): x.nonzero()[:, 0].tolist() for name, x in sides.items()}
     assert found == expected
@@ -203,7 +203,9 @@ def test_a_loss_is_found_with_its_options_and_tried(tmp_path, monkeypatch):
         "def plain(tokens, bounds, sharpness=1.0):\n"
         "    return -sharpness * tokens.advantages * tokens.log_ratio(), {'mean': tokens.entropies}\n\n\n"
         "def reduced(tokens, bounds):\n    return plain(tokens, bounds)[0].mean(), {}\n\n\n"
-        "def bare(tokens, bounds):\n    return tokens.logits\n"
+        "def bare(tokens, bounds):\n    return tokens.logits\n\n\n"
+        "def halting(tokens, bounds, up=1.0, down=1.0):\n"
+        "    return up * tokens.new_logprobs.detach() + down, {}\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     loss, options = find_policy_loss("losses_of_a_test:plain:sharpness=2")
@@ -212,9 +214,15 @@ def test_a_loss_is_found_with_its_options_and_tried(tmp_path, monkeypatch):
     losses, _ = build_policy_loss(args)(make_tokens(*TOKENS))
     close(losses[:2], [-2 * math.log(2.205), 6 * math.log(2)])
     assert find_policy_loss("gspo") == (POLICY_LOSSES["gspo"], {})
+    assert find_policy_loss("losses_of_a_test:halting:up=2,down=3")[1] == {"up": 2.0, "down": 3.0}
+    for name in POLICY_LOSSES:
+        build_policy_loss(PPOArguments(policy_loss=name, clip_range=0.2))
     for text, message in {
         "losses_of_a_test:reduced": r"the loss of two tokens has the shape \(\), not \(2,\): return one",
         "losses_of_a_test:bare": "it raised AttributeError on two tokens: .*logits",
+        "losses_of_a_test:halting": "it would train nothing: remove a detach",
+        "ppo:dual_clip=3=4": "'dual_clip=3=4' is not NAME=NUMBER",
+        "gspo:up=1,down=2": r"gspo\(tokens, clip_range, up, down\)",
         "losses_of_a_test:plane": "has no plane; did you mean plain",
         "gsp": r"--policy_loss gsp is unknown; did you mean gspo\? \(known: cispo, gspo, ppo; or MODULE:",
         "ppo:dual_clip=1": "dual_clip=1 must be above 1",
