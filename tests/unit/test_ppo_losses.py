@@ -19,6 +19,7 @@ from step3_ppo.policy_losses import (
     clipped_surrogate,
     find_policy_loss,
 )
+from step3_ppo.ppo_losses import loss_tokens
 from step3_ppo.ppo_math import loss_weights, policy_log_ratio, value_loss_terms
 from step3_ppo.rollout_correction import FORMS, correction_weights
 
@@ -195,6 +196,17 @@ def test_cispo_by_hand():
     assert sides["clip_fraction_high"].tolist() == [True, False, False, False, False]
     assert sides["clip_fraction_low"].tolist() == [False, True, False, False, False]
     assert POLICY_LOSSES["cispo"].clip_range == 1.0  # no lower bound
+
+
+def test_inputs_of_a_loss_are_0_where_nothing_counts():
+    mask = torch.tensor([True, False])
+    numbers = torch.tensor([1.5, math.nan])
+    names = ("old_logprobs", "advantages", "correction_weights", "prox_logprobs")
+    data = dict.fromkeys(names, numbers) | {"loss_mask": mask, "rows": torch.tensor([0, 1])}
+    tokens = loss_tokens(data, 2, numbers, numbers)
+    assert [x.tolist() for x in tokens[:5]] == [[1.5, 0.0]] * 5 and tokens.weights.tolist() == [1.5, 0.0]
+    assert (tokens.mask is mask, tokens.rows.tolist(), tokens.num_rows) == (True, [0, 1], 2)
+    assert tokens.means_of_responses(torch.tensor([4.0, 0.0])).tolist() == [4.0, 0.0]
 
 
 def test_a_loss_is_found_with_its_options_and_tried(tmp_path, monkeypatch):

@@ -30,6 +30,9 @@ class LinearLosses(PPOLosses):
         stats = {name: (torch.tensor(number), torch.tensor(1)) for name, number in stats.items()}
         return self.roles.actor.model(POLICY_INPUT).square().sum(), stats
 
+    def _value_sums(self, batch):
+        return 2 * self.roles.critic.model(POLICY_INPUT).square().sum(), {}
+
     def _pretraining_sums(self, batch):
         return self.roles.actor.model(TEXT_INPUT).square().sum(), {}
 
@@ -91,6 +94,24 @@ def test_text_is_learned_at_temperature_1_whatever_samples_have(tiny_model_folde
         sums.append(losses._pretraining_sums(batch)[0].item())
     assert sums == [compute_nll_sum(policy, batch, temperature=1.0).item()] * 2
     assert sums[0] != pytest.approx(compute_nll_sum(policy, batch).item(), abs=1e-3)
+
+
+def test_text_has_the_router_loss_of_its_targets(monkeypatch):
+    monkeypatch.setattr(ppo_losses, "compute_nll_sum", lambda *_, **__: torch.tensor(3.0))
+    mixture = SimpleNamespace(router_loss=torch.tensor(4.0), router_coefficient=0.5)
+    roles = SimpleNamespace(actor=SimpleNamespace(model=mixture, is_packed=False))
+    texts = collate_texts([{"input_ids": [5, 9, 30, 7]}, {"input_ids": [8, 6]}])
+    loss, stats = PPOLosses(PPOArguments(), roles, None, None)._pretraining_sums(texts)
+    assert loss.item() == 3 + (3 + 1) * 0.5 * 4 and float(stats["policy/unsup_router_loss"]) == 16
+
+
+def test_the_critics_mean_is_over_its_tokens_and_the_actors_over_what_counts(linear_losses):
+    """As of --loss_aggregation sequence, which counts responses."""
+    losses, _, batches = linear_losses(unsup_step="own")
+    losses.roles.critic = losses.roles.actor
+    batches = [batch.with_key("loss_counts", torch.full((1,), 4.0), like="loss_counts") for batch in batches]
+    assert losses.compute_actor_gradients(batches).means["policy/loss"] == 0.25**2 / 4
+    assert losses.compute_critic_gradients(batches).means["value/loss"] == 2 * 0.25**2
 
 
 def test_a_minibatch_without_tokens_makes_no_step(linear_losses):

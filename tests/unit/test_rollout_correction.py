@@ -143,6 +143,9 @@ def test_the_decoupled_loss_and_its_statistics_by_hand(flags, more):
     assert float(found) == pytest.approx(-1.3 + 1.0 + 5 * 0.5 * 4.0 + more, abs=1e-5)
     assert float(stats["policy/router_loss"]) == 5 * 4.0
     means = {"ratio": (1.5 + 1 + 0.5) / 3, "clip_fraction_high": 1 / 3, "clip_fraction_low": 0, "entropy": 2}
+    means["logprob_gap"] = (0.5 + math.log(1.5) + 0.5 + abs(0.5 + math.log(0.5))) / 3
+    if "kl_in" in flags:
+        means["kl_loss"] = (1 + 2 + 4) / 3
     for name, mean in means.items():
         total, count = stats[f"policy/{name}"]
         assert float(total / count) == pytest.approx(mean, abs=1e-5), name
@@ -185,6 +188,8 @@ def test_prox_between_rollout_and_now_by_hand(correction, slopes, capped):
     close(new.grad, slopes)  # each loss is its slope: no gradient flows through prox
     assert float(loss) == pytest.approx(sum(slopes), abs=1e-5)
     means = {"policy/ratio": (1.1 + 1.5 + 0.5) / 3, "correction/capped_fraction": capped}
+    # k3: the samples are of the policy before the step
+    means["policy/approx_kl"] = (1.1 + 1.5 + 0.5 - 3 - math.log(1.1 * 1.5 * 0.5)) / 3
     means["correction/weight_mean"] = (1.21 + 0.5) / 2 if "seq" in correction else (1.21 + 1 + 0.5) / 3
     for name, mean in means.items():
         total, count = stats[name]
