@@ -100,6 +100,33 @@ def test_an_update_is_three_passes_and_its_gathers():
     gathers = 226 * (2 - 1e9 / 3 / NUM_7B) + 34
     assert count_matrices(run.actor) == 226
     assert time.hops == pytest.approx(2 * 158 * gathers)
+    times = plan_times(sharded("--actor_gradient_checkpointing", "--ppo_epochs", "3"), ROUND)
+    assert times["train actor"].hops == pytest.approx(3 * time.hops)
+
+
+@pytest.mark.parametrize(("stage", "buckets"), [("0", 14), ("1", 34), ("2", 2 * 34)])
+def test_gradients_without_shards_take_two_rings_a_bucket(stage, buckets):
+    """In each of 2 micro-batches under ZeRO 2, else once an update; of 2e8 gradients, of 5e8 under ZeRO 0."""
+    times = plan_times(sharded("--actor_zero_stage", stage, "--dtype", "fp32"), ROUND)
+    assert times["train actor"].hops == 158 * buckets * 2
+    assert times["score reference"].hops == times["switch"].hops == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "hops"),
+    [
+        ((), 226 * 158),  # each matrix by itself, from all 32 ranks
+        (
+            ("--inference_tp_size", "4"),
+            5 * 158 + 226 * 107,
+        ),  # 8 layers at a time, and the rest; then from 8 ranks
+        (("--inference_tp_size", "4", "--inference_tp_groups", "contiguous"), 5 * 158),
+        (("--inference_tp_size", "4", "--tp_gather_partition_size", "5"), 8 * 158 + 226 * 107),
+        (("--unpin_actor_parameters",), 0),
+    ],
+)
+def test_the_switch_takes_a_ring_for_each_exchange(flags, hops):
+    assert plan_times(sharded(*flags), ROUND)["switch"].hops == hops
 
 
 def test_a_token_step_reads_weights_and_keys_and_sums(traced):
@@ -121,6 +148,8 @@ def test_a_token_step_reads_weights_and_keys_and_sums(traced):
 def test_twice_the_slots_take_half_the_steps():
     few, many = (plan_times(sharded("--generation_slots", slots), ROUND)["generate"] for slots in ("2", "4"))
     assert few.kernels == 2 * many.kernels == 2 * 31 * 32
+    slots = ("--generation_slots", "4", "--num_samples_per_prompt", "3")
+    assert plan_times(sharded(*slots), ROUND)["generate"].kernels == 3 * 31 * 32
 
 
 def test_states_that_wait_on_the_cpu_take_their_time_at_the_switch():
@@ -152,6 +181,14 @@ def test_a_training_pass_moves_activations_gradients_and_optimizer_states(traced
     weights = 9 * 32 + 3
     assert plain.kernels == pytest.approx(0.01 * (32 * (30 + 20) + 6 * weights + 113))
     assert more.kernels == pytest.approx(0.01 * (3 * (32 * (30 + 10 + 20) + 6 * weights) + 113))
+
+
+def test_without_shards_each_rank_steps_all_weights(traced):
+    """Of 8 bytes of moments per weight in fp32; ZeRO 1 has a copy of the weights besides."""
+    flags = ("--max_seq_len", "128", "--dtype", "fp32", "--num_gpus", "4", "--zero_stage")
+    alone, shared = (plan_times(single(LLAMA_7B, *flags, stage), ROUND)["train"] for stage in "01")
+    stepped = (2 * 8 + 3 * 4) - (2 * 12 + 3 * 4) / 4
+    assert alone.memory - shared.memory == pytest.approx(stepped * NUM_7B / 1e9)
 
 
 def test_adapters_take_launches_and_bytes(traced):

@@ -123,6 +123,15 @@ def test_gathering_layer_by_layer_receives_all_weights_for_every_token():
 def test_an_offloaded_reference_crosses_the_link_from_the_cpu_and_nothing_comes_back():
     phases = plan_rloo("--offload_reference_model")
     assert phases["score reference"].host_bytes == 2 * NUM_7B
+    flags = ("--offload_reference_model", *ZERO3, "--num_gpus", "4")
+    assert plan_rloo(*flags)["score reference"].host_bytes == 2 * NUM_7B / 4
+
+
+def test_a_step_of_several_batches_generates_each():
+    for flags in (("--inference_tp_size", "2"), ("--unpin_actor_parameters",)):
+        flags = (HYBRID, *ZERO3, "--num_gpus", "2", *flags)
+        one, three = (plan_rloo(*flags, "--generation_batches", n)["generate"].intra_bytes for n in "13")
+        assert three == 3 * one > 0
 
 
 def test_states_that_wait_on_the_cpu_cross_the_link_twice():
