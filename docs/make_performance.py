@@ -45,8 +45,7 @@ def rows_of(baseline: dict) -> list[list[str]]:
 def source_line(name: str, baseline: dict) -> str:
     """Start of the line after a baseline's tables."""
     threads = "1 thread;" if baseline["threads"] == 1 else f"{baseline['threads']} threads;"
-    link = f"[{name}](../benchmarks/baselines/{name})"
-    return f"Baseline: {link}, commit {baseline['commit']}, {threads}"
+    return f"Baseline: [{name}](../benchmarks/baselines/{name}), commit {baseline['commit']}, {threads}"
 
 
 def update_page(page: str, baselines: dict[str, dict]) -> str:
@@ -55,9 +54,10 @@ def update_page(page: str, baselines: dict[str, dict]) -> str:
         line = re.compile(
             rf"^Baseline: \[{re.escape(name)}\]\(\S+\), commit \w+, \d+ threads?;", re.MULTILINE
         )
-        page, end = _replace(page, line, 0, source_line(name, baseline), name)
+        source = source_line(name, baseline)
+        page, end = _replace(page, line, 0, source, name)
         # The tables of a baseline stand after the line of the one before.
-        start = page.rfind("\nBaseline: ", 0, end - len(source_line(name, baseline))) + 1
+        start = page.rfind("\nBaseline: ", 0, end - len(source)) + 1
         for cells in rows_of(baseline):
             # A first column with the section's name, as of generation, stays.
             row = re.compile(

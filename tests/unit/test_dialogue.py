@@ -97,7 +97,10 @@ def test_an_end_of_turn_in_the_data_is_not_doubled(tiny_tokenizer):
     for name in ("human_assistant", "plain"):
         template = build_template(name, tiny_tokenizer)
         for reply in ("Bye.<|endoftext|>", "Bye.<|endoftext|> \n"):
-            *_, response = template.segments(QUESTION, reply)
+            segments = template.segments(QUESTION, reply)
+            (row,) = template.tokenise_batch([segments])
+            assert row.input_ids.count(template.eot_id) == 1
+            *_, response = segments
             assert response == (f"{' ' if name == 'human_assistant' else ''}Bye.<|endoftext|>", True)
 
 

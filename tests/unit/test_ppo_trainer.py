@@ -201,11 +201,7 @@ NOTE = "note: 67% of the first scores are beyond --reward_clip 5: PPO sees 5 or 
 @pytest.mark.parametrize(
     ("flags", "shares", "notes"),
     [
-        (
-            {},
-            [2 / 3, 1.0, 1.0],
-            [NOTE],
-        ),
+        ({}, [2 / 3, 1.0, 1.0], [NOTE]),
         ({"whiten_scores": "batch"}, [None] * 3, []),
         ({"reward_clip": 0.0}, [None] * 3, []),
     ],

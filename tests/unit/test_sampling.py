@@ -135,8 +135,8 @@ def test_the_inverse_of_the_cumulative_weights_at_its_edges():
     one = 2.0**40
     behind = [one] + [0.0] * 256 + [one]  # block 1 begins with a weight of 0
     for weights, uniform, token in (([1.0, one], 0.0, 0), ([one, 1.0], 1.0, 1), (behind, 0.5, 257)):
-        found = sampling._invert_cumulative(torch.tensor([weights]), torch.tensor([uniform]))
-        assert found.tolist() == [token]
+        token_ids = sampling._invert_cumulative(torch.tensor([weights]), torch.tensor([uniform]))
+        assert token_ids.tolist() == [token]
 
 
 @pytest.mark.parametrize(("scale", "top_k"), [(0.0, 0), (0.01, 1500), (0.5, 0), (3.0, 1500)])
@@ -179,8 +179,12 @@ def test_both_ways_to_the_nucleus_find_the_very_weight_of_a_loop():
         by_digits = sampling._find_weight_by_digits(weights.clone(), weights.long(), targets)
         assert by_digits.tolist() == expected
         assert sampling._smallest_weight_in_nucleus(weights, top_p, 64).tolist() == expected
-    # The last of the low digits; and weights with a mass of 1 each below one of 2^40, to the unit.
-    last = torch.tensor([[0x53800000 - 0x7FFF, 0x53800000 - 0x7FFE]], dtype=torch.int32).view(torch.float32)
+
+
+def test_digits_find_the_last_one_and_masses_to_the_unit():
+    """The last of the low digits; and weights with a mass of 1 each below one of 2^40."""
+    one = sampling._BITS_OF_WEIGHT_ONE
+    last = torch.tensor([[one - 0x7FFF, one - 0x7FFE]], dtype=torch.int32).view(torch.float32)
     masses = last.long()
     assert sampling._find_weight_by_digits(last, masses, masses.sum(1, keepdim=True).double()) == last[:, :1]
     ones = (torch.tensor(1.0).view(torch.int32) + torch.arange(9, dtype=torch.int32)).view(torch.float32)

@@ -128,8 +128,8 @@ def test_an_offloaded_reference_crosses_the_link_from_the_cpu_and_nothing_comes_
 
 
 def test_a_step_of_several_batches_generates_each():
-    for flags in (("--inference_tp_size", "2"), ("--unpin_actor_parameters",)):
-        flags = (HYBRID, *ZERO3, "--num_gpus", "2", *flags)
+    for way in (("--inference_tp_size", "2"), ("--unpin_actor_parameters",)):
+        flags = (HYBRID, *ZERO3, "--num_gpus", "2", *way)
         one, three = (plan_rloo(*flags, "--generation_batches", n)["generate"].intra_bytes for n in "13")
         assert three == 3 * one > 0
 
