@@ -112,7 +112,8 @@ def _fill(run: Run, moment: Moment) -> Moment:
         if role.spec.is_trained:
             _hold_training_state(run, role, verb, moment)
         _hold_activations(run, role, verb, moment)
-        if role.spec.is_in_4bit and verb not in ("idle", "wait", "step"):  # one at a time
+        # One weight at a time; a reference that uses the actor's base has only packed weights.
+        if (role.spec.is_in_4bit or role.num_packed) and verb not in ("idle", "wait", "step"):
             moment.hold(role.name, "unpacked weight", run.num_bytes * role.model.largest_linear)
         if role is run.actor:
             _hold_generation(run, role, verb == "generate", moment)
@@ -211,7 +212,7 @@ def _hold_buckets(run: Run, role: Role, verb: str, moment: Moment) -> None:
 
 
 def _gathered(run: Run, role: Role, verb: str) -> float:
-    """Bytes of whole weights that ZeRO 3 holds while a model runs.
+    """Bytes of whole weights that ZeRO 3 holds while a model runs; on one rank they are views of its part.
 
     Without gradients: prefetched weights, up to the limit of live parameters. With gradients: all weights,
     because torch's linear saves a view of its weight, unless layers are recomputed; then at least what the
@@ -229,7 +230,7 @@ def _gathered(run: Run, role: Role, verb: str) -> float:
     held = min(live, model.num_params) + model.largest_module + settings.prefetch_bucket_size
     if verb == "reduce":
         held += model.largest_module  # its gradient
-    return run.num_bytes * min(held, 2 * model.num_params)
+    return run.num_bytes * min(held, 2 * model.num_params) * (run.num_ranks > 1)
 
 
 # ---- activations ----------------------------------------------------------------------------------------
@@ -238,7 +239,7 @@ def _gathered(run: Run, role: Role, verb: str) -> float:
 def _hold_activations(run: Run, role: Role, verb: str, moment: Moment) -> None:
     if verb not in ("score", "backward", "reduce"):
         return
-    if role.is_sharded and run.num_ranks > 1:
+    if role.is_sharded:
         moment.hold(role.name, "gathered weights", _gathered(run, role, verb))
     model = role.model
     traced = trace_activations(role.model, run.args.dtype, run.length)

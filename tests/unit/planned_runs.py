@@ -3,6 +3,7 @@
 from functools import cache
 
 from common.flags.args import Problems
+from tools.memory_plan import MemoryPlan
 from tools.planned_run import Models, Run, build_run, read_models
 from tools.step_flags import PlanArguments, parse_step_args
 
@@ -16,7 +17,7 @@ NUM_350M, NUM_1B, NUM_7B = 331_196_416, 1_315_758_080, 6_738_415_616  # without 
 def _read(*words: str) -> Models:
     problems = Problems()
     models = read_models(parse_step_args(PlanArguments, words, problems=problems), problems)
-    assert not problems.messages
+    assert not problems.messages, problems.messages
     return models
 
 
@@ -38,3 +39,9 @@ def ppo(actor: str, critic: str, *flags: str) -> Run:
     """Return a run of step 3, without a critic that of RLOO."""
     critic_words = ("--critic_model_name_or_path", critic) if critic else ("--algorithm", "rloo")
     return make_run(("--stage", "3", "--actor_model_name_or_path", actor, *critic_words), flags)
+
+
+def items(plan: MemoryPlan, phase: str, verb: str) -> dict[str, float]:
+    """Return the bytes on a device by item, of all roles together or of the only one."""
+    (moment,) = (m for m in plan.moments if m.phase == phase and m.verb == verb)
+    return {item: num_bytes for (_, item), num_bytes in moment.gpu.items()}
