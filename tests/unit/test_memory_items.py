@@ -205,7 +205,7 @@ def test_the_keys_of_a_shared_prompt_are_copied_for_each_response():
 
 
 @pytest.mark.parametrize(("model", "head_is_more"), [(OPT_350M, True), (LLAMA_7B, False)])
-def test_activations_without_gradients(model, head_is_more):
+def test_activations_beside_the_head(model, head_is_more):
     run = single(model)
     policy = run.roles[0].model
     traced = trace_activations(policy, "bf16", 512)  # of one of 16 sequences
@@ -215,6 +215,9 @@ def test_activations_without_gradients(model, head_is_more):
     logits = 2**26 * (2 + 4)  # a chunk of them and its fp32 copy
     assert (2 * states + logits > 16 * traced.forward_peak) == head_is_more
     assert held["score"] == max(2 * states + logits, 16 * traced.forward_peak)
+    saved = 16 * (traced.saved_outside + policy.num_layers * traced.saved_by_layer)
+    head = head_bytes(run, run.roles[0], 16 * 512, is_training=True)
+    assert held["backward"] == saved + max(head, 16 * traced.backward_work)
 
 
 def test_each_layer_saves_the_sums_of_its_experts_and_their_adapters(monkeypatch, tmp_path):
@@ -272,6 +275,10 @@ def test_a_value_model_holds_its_inputs_in_fp32():
     assert held == [512 * 2048 * 4, 2 * 512 * 2048 * 4]  # a quarter of the tokens are responses
 
 
+def tp_size(number: str) -> tuple[str, ...]:
+    return "--num_gpus", number, "--inference_tp_size", number
+
+
 HYBRID = ("--enable_hybrid_engine", "--per_device_generation_batch_size", "64", "--generation_slots", "32")
 
 
@@ -280,7 +287,7 @@ HYBRID = ("--enable_hybrid_engine", "--per_device_generation_batch_size", "64", 
     [  # prompt tokens of a pass
         (HYBRID, 4096),
         ((*HYBRID, "--generation_slots", "8"), 8 * 256),
-        ((*HYBRID, "--num_gpus", "2", "--inference_tp_size", "2"), 4096 / 2),  # activations of a half
+        ((*HYBRID, *tp_size("2")), 4096 / 2),  # activations of a half
         (HYBRID[1:3], 64 * 256),
         ((*HYBRID, "--max_prompt_seq_len", "8192"), 8192),
     ],
@@ -290,6 +297,15 @@ def test_a_prefill_pass(flags, tokens):
     of_sequence = trace_activations(run.actor.model, "bf16", run.length).forward_peak
     held = items(MemoryPlan(run), "generate", "generate")["activations"]
     assert held == pytest.approx(tokens / run.length * of_sequence, rel=1e-12)
+
+
+def test_ranks_that_hold_a_replica_share_its_keys_and_all_that_is_held_is_a_roles():
+    one, two = (MemoryPlan(ppo(LLAMA_7B, OPT_350M, *HYBRID, *tp_size(n))) for n in "12")
+    keys = 32 * 512 * 2 * 32 * 4096 * 2  # slots, their length, keys and values, layers, hidden size, bytes
+    held = items(one, "generate", "generate"), items(two, "generate", "generate")
+    assert [of_run["keys and values"] for of_run in held] == [keys, keys / 2]
+    roles = {role for role, _ in two.of_phase("generate").gpu}
+    assert roles == {"actor", "reference", "critic", "reward", "device"}
 
 
 def test_layers_that_are_gathered_for_each_pass():
