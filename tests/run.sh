@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up the environment and runs the tests; arguments go to pytest.
 #   bash tests/run.sh                         the fast tests, and the smoke tests (a few whole programs)
-#   bash tests/run.sh --all                   everything, as the CI does: 20 to 40 minutes on 2 CPU cores
+#   bash tests/run.sh --all                   everything, as the CI does: 25 to 70 minutes on 2 CPU cores
 #   bash tests/run.sh -m "not slow"           only the fast tests
 #   bash tests/run.sh --gpu                   the GPU tests, in 10 minutes; figures go to gpu_figures.json
 #   bash tests/run.sh -n 0 -k ranking         tests that match a name, in one process (--pdb needs that)
