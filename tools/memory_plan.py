@@ -142,33 +142,35 @@ def share_of_muon(run: Run, role: Role) -> float:
     return role.model.num_in_matrices / role.model.num_trained if run.args.optimizer == "muon" else 0.0
 
 
+def count_stepped(run: Run, role: Role) -> float:
+    """Trained weights that a rank steps: its share of them, unless the stage is 0."""
+    return role.model.num_trained / (run.num_ranks if role.zero.stage else 1)
+
+
 def held_in_states(run: Run, role: Role) -> float:
     """Bytes of a rank's optimizer states: two moments per weight, one for Muon, and the copy."""
-    num_stepped = role.model.num_trained / (run.num_ranks if role.zero.stage else 1)
     num_states = 2 + has_master_copy(run, role) - share_of_muon(run, role)
-    return DTYPES[run.args.optimizer_dtype].itemsize * num_states * num_stepped
+    return DTYPES[run.args.optimizer_dtype].itemsize * num_states * count_stepped(run, role)
 
 
 def _hold_training_state(run: Run, role: Role, verb: str, moment: Moment) -> None:
     """Hold optimizer states, averages, gradients and buffers: see the table above."""
-    stage = role.zero.stage
-    num_trained = role.model.num_trained
-    num_stepped = num_trained / run.num_ranks if stage else num_trained  # weights stepped by this rank
     state_bytes = DTYPES[run.args.optimizer_dtype].itemsize
-    has_copy = has_master_copy(run, role)
     muon_share = share_of_muon(run, role)
     is_lent = moment.verb == "generate" and run.args.offload_states_for_generation and role.states_can_move
     is_away = role.steps_on_cpu or is_lent
     moment.hold(role.name, "optimizer", held_in_states(run, role), on_cpu=is_away)
     if role is run.actor:
         num_averages = bool(run.args.ema_decay) + bool(run.args.ref_ema_decay)
-        average_bytes = 4.0 * num_trained / run.num_ranks
+        average_bytes = 4.0 * role.model.num_trained / run.num_ranks
         moment.hold(role.name, "EMA", num_averages * average_bytes, on_cpu=role.params_on_cpu)
-    _hold_gradients(run, role, verb, moment, num_stepped)
+    _hold_gradients(run, role, verb, moment)
     _hold_buckets(run, role, verb, moment)
     if verb == "step":
-        num_at_once = min(num_stepped, role.zero.sub_group_size) if stage == 3 else num_stepped
-        if role.steps_on_cpu or not has_copy:
+        num_at_once = count_stepped(run, role)
+        if role.is_sharded:
+            num_at_once = min(num_at_once, role.zero.sub_group_size)
+        if role.steps_on_cpu or not has_master_copy(run, role):
             num_at_once = 0
         flat_bytes = run.num_bytes if state_bytes != run.num_bytes else 0  # freed once copied
         by_adamw = (state_bytes + flat_bytes) * num_at_once * max(muon_share, 1 - muon_share)
@@ -178,9 +180,10 @@ def _hold_training_state(run: Run, role: Role, verb: str, moment: Moment) -> Non
         moment.hold(role.name, "step's buffers", max(by_adamw, by_muon))
 
 
-def _hold_gradients(run: Run, role: Role, verb: str, moment: Moment, num_stepped: float) -> None:
+def _hold_gradients(run: Run, role: Role, verb: str, moment: Moment) -> None:
     """Hold all gradients, or those that this rank steps; offloaded ones are on the CPU, also in fp32."""
     whole = run.num_bytes * role.model.num_trained
+    num_stepped = count_stepped(run, role)
     own = run.num_bytes * num_stepped
     if role.steps_on_cpu:
         moment.hold(role.name, "gradients", own + 4 * num_stepped, on_cpu=True)

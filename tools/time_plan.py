@@ -22,7 +22,7 @@ import torch
 from common.generation.kv_cache import kv_bytes_per_token
 from common.models.model_flops import ModelFlops
 from tools.machines import Machines
-from tools.memory_plan import held_in_states
+from tools.memory_plan import count_stepped, held_in_states
 from tools.planned_model import PlannedModel
 from tools.planned_run import Role, Run
 from tools.step_flags import MEAN_LENGTHS
@@ -244,8 +244,7 @@ def _cpu_adam_seconds(run: Run, role: Role) -> float:
     """Seconds of the optimizer steps on the CPU of a GPU machine, which its ranks share."""
     if run.is_cpu or not role.steps_on_cpu:
         return 0.0
-    num_stepped = role.model.num_trained / (run.num_ranks if role.zero.stage else 1)
-    return num_updates(run) * run.args.num_gpus * num_stepped / CPU_ADAM_RATE
+    return num_updates(run) * run.args.num_gpus * count_stepped(run, role) / CPU_ADAM_RATE
 
 
 def _optimizer_bytes(run: Run, role: Role) -> float:
@@ -254,8 +253,7 @@ def _optimizer_bytes(run: Run, role: Role) -> float:
     """
     if role.steps_on_cpu and not run.is_cpu:
         return 0.0
-    num_stepped = role.model.num_trained / (run.num_ranks if role.zero.stage else 1)
-    return 2 * held_in_states(run, role) + 3 * run.num_bytes * num_stepped
+    return 2 * held_in_states(run, role) + 3 * run.num_bytes * count_stepped(run, role)
 
 
 def _pass_launches(run: Run, role: Role, *, is_training: bool) -> float:

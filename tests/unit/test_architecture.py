@@ -37,12 +37,12 @@ MAX_FILE_LINES, AIM_FILE_LINES = 420, 400
 MAX_FUNCTION_LINES, AIM_FUNCTION_LINES = 90, 60
 # Amounts that a change may lower. One that raises a number says why in its commit.
 AMOUNTS = {
-    "statements": 22_928,
+    "statements": 22_926,
     "statements that step 3 reaches": 13_368,
     "files that step 3 reaches": 129,
     "files that one file imports": 24,
-    "assignments `a, b = x, y`": 126,
-    "conditional expressions": 931,
+    "assignments `a, b = x, y`": 125,
+    "conditional expressions": 927,
     "test lines per 100 lines of code": 103,
 }
 PEER_ENVIRONMENTS = Path("benchmarks/make_peer_env.sh")
