@@ -118,6 +118,8 @@ def test_gradients_without_shards_take_two_rings_a_bucket(stage, buckets):
         ((), 226 * 158),  # each matrix by itself, from all 32 ranks
         # 8 layers at a time, and the rest; then from 8 ranks
         (("--inference_tp_size", "4"), 5 * 158 + 226 * 107),
+        (("--inference_tp_size", "2"), 5 * 158 + 226 * 124),
+        (("--inference_tp_size", "2", "--inference_tp_groups", "contiguous"), 5 * 158),
         (("--inference_tp_size", "4", "--inference_tp_groups", "contiguous"), 5 * 158),
         (("--inference_tp_size", "4", "--tp_gather_partition_size", "5"), 8 * 158 + 226 * 107),
         (("--unpin_actor_parameters",), 0),
@@ -137,6 +139,8 @@ def test_a_token_step_reads_weights_and_keys_and_sums(traced):
     assert time.memory == pytest.approx((steps * (2 * (BODY + HEAD) / 2 + keys) + of_prompts) / 1e9)
     assert time.kernels == steps * 32
     assert time.hops == pytest.approx(steps * (2 * 32 + 2) * 1004)
+    apart = plan_times(sharded("--inference_tp_size", "2"), ROUND)["generate"]  # on two machines
+    assert apart.hops == pytest.approx(steps * (2 * 32 + 2) * 1040)
     reading = 2 * (8 * 64 * BODY + 8 * HEAD)
     causal = 2 * 8 * 64**2 / 2 * ATTENTION
     assert time.arithmetic == pytest.approx((reading / 1e12 + causal / 5e11) / 2)
@@ -226,10 +230,27 @@ def test_adam_on_a_gpu_machines_cpu_overlaps_nothing_and_is_shared_by_its_ranks(
     )
     on_cpu = plan_times(single(LLAMA_7B, *flags, "--gpu", "cpu", "--zero_stage", "1"), ROUND)["train"]
     assert on_cpu.cpu_adam == 0  # it is among the bytes that its only memory moves
-    updates = ("--offload", "optimizer", "--ppo_epochs", "3")
-    assert plan_times(sharded(*updates), ROUND)["train actor"].cpu_adam == pytest.approx(
-        3 * 1 * NUM_7B / 4 / 3.8e9
+    updates = ("--offload", "optimizer", "--ppo_epochs", "3", "--old_logprobs", "recompute")
+    offloaded = plan_times(sharded(*updates), ROUND)
+    assert offloaded["train actor"].cpu_adam == pytest.approx(3 * 1 * NUM_7B / 4 / 3.8e9)
+    assert offloaded["score actor"].cpu_adam == 0
+
+
+@pytest.mark.parametrize("gpu", ["h100-80g", "cpu"])
+def test_each_epoch_trains_again_and_none_scores_again(traced, gpu):
+    machine = ROUND._replace(is_cpu=gpu == "cpu")
+    once, thrice = (
+        plan_times(sharded("--gpu", gpu, "--dtype", "bf16", "--ppo_epochs", number), machine)
+        for number in "13"
     )
+    assert thrice["score reference"] == once["score reference"]
+    training = {cause: pytest.approx(3 * seconds) for cause, seconds in once["train actor"].causes.items()}
+    assert thrice["train actor"].causes == training
+
+
+def test_without_graphs_a_token_step_launches_each_operation(traced):
+    kernels = plan_times(sharded("--no_cuda_graphs"), ROUND)["generate"].kernels
+    assert kernels == pytest.approx(31 * (32 * (10 + 2) + 91) * 0.01)
 
 
 def test_a_prompt_that_a_group_shares_is_computed_once():
