@@ -150,6 +150,8 @@ def test_a_token_step_reads_weights_and_keys_and_sums(traced):
 def test_twice_the_slots_take_half_the_steps():
     few, many = (plan_times(sharded("--generation_slots", slots), ROUND)["generate"] for slots in ("2", "4"))
     assert few.kernels == 2 * many.kernels == 2 * 31 * 32
+    of_both = ("--generation_slots", "4", "--inference_tp_size", "2")  # prompts of two ranks
+    assert plan_times(sharded(*of_both), ROUND)["generate"].kernels == 2 * 31 * 32
     slots = ("--generation_slots", "4", "--num_samples_per_prompt", "3")
     assert plan_times(sharded(*slots), ROUND)["generate"].kernels == 3 * 31 * 32
 

@@ -39,6 +39,9 @@ def test_bytes_of_an_update_by_stage(tmp_path):
     assert received("--dtype", "fp32") == pytest.approx(2 * 2 * m * share)
     # DeepSpeed's ZeRO 1 and 2: all-reduce of gradients, all-gather of weights; 2 for every micro-batch
     assert received("--zero_stage", "1") == pytest.approx(3 * m * share)
+    assert received("--zero_stage", "1", "--gradient_accumulation_steps", "4") == received(
+        "--zero_stage", "1"
+    )
     two = ("--zero_stage", "2", "--gradient_accumulation_steps", "4")
     assert received(*two) == pytest.approx((4 * 2 + 1) * m * share)
     three = ("--zero_stage", "3", "--gradient_accumulation_steps", "2")  # gathers twice and scatters once
@@ -47,6 +50,26 @@ def test_bytes_of_an_update_by_stage(tmp_path):
     assert anew == pytest.approx(2 * 3 * m * share)
     # half of a distance of 10^9 parameters is still there
     assert anew - received(*three) == pytest.approx(2 * 2 * 5e8 * share)
+
+
+@pytest.mark.parametrize("more", [(), ("--gradient_checkpointing",)])
+def test_weights_that_all_lie_within_the_reuse_distance_are_gathered_once(more):
+    phase = plan_traffic(single(OPT_350M, "--num_gpus", "8", "--zero_stage", "3", *more))["train"]
+    assert phase.intra_bytes == pytest.approx((1 + 1) * 2 * NUM_350M * 7 / 8, abs=0.5)
+
+
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+def test_gradients_go_to_the_cpu_and_weights_come_back_in_every_epoch(stage):
+    def train(*more: str) -> Phase:
+        return plan_rloo("--num_gpus", "2", "--actor_zero_stage", stage, *more)["train actor"]
+
+    plain, away, thrice = train(), train("--offload", "optimizer"), train("--ppo_epochs", "3")
+    assert thrice.intra_bytes == 3 * plain.intra_bytes and plain.host_bytes == 0
+    assert away.host_bytes == 2 * 2 * NUM_7B / 2
+    assert train("--offload", "optimizer", "--ppo_epochs", "3").host_bytes == 3 * away.host_bytes
+    if stage == "3":  # each rank's part of the weights, for each gather
+        gathered = 2 * NUM_7B * (2 - 1e9 / 2 / NUM_7B)
+        assert train("--offload", "all").host_bytes == pytest.approx(away.host_bytes + gathered / 2)
 
 
 def test_what_a_recomputed_layer_uses_early_is_gathered_a_third_time(tmp_path):
@@ -70,10 +93,10 @@ def test_what_a_recomputed_layer_uses_early_is_gathered_a_third_time(tmp_path):
 
 def test_the_switchs_bytes_cross_machines_where_ranks_do():
     flags = (*ZERO3, HYBRID, "--inference_tp_size", "2")
-    near = plan_rloo(*flags, "--num_gpus", "4")["switch"]
-    switch = ppo(LLAMA_7B, "", *flags, "--num_gpus", "4").plan_switch()
+    near = plan_rloo(*flags, "--num_gpus", "8")["switch"]
+    switch = ppo(LLAMA_7B, "", *flags, "--num_gpus", "8").plan_switch()
     assert near.intra_bytes == pytest.approx(2 * (switch.from_gather_group + switch.from_all))
-    far = plan_rloo(*flags, "--num_nodes", "4")["switch"]
+    far = plan_rloo(*flags, "--num_nodes", "8")["switch"]
     assert far.inter_bytes == pytest.approx(near.intra_bytes)
     assert far.intra_bytes == near.inter_bytes == 0 < switch.from_all
     assert plan_rloo(HYBRID, "--num_gpus", "8")["switch"] == Phase()  # each rank has all weights already
@@ -114,10 +137,12 @@ def test_neighbours_sum_on_their_machine_and_fetch_their_slices_from_others():
 
 
 def test_gathering_layer_by_layer_receives_all_weights_for_every_token():
-    unpinned = plan_rloo(HYBRID, *ZERO3, "--num_gpus", "8", "--unpin_actor_parameters")
-    assert unpinned["switch"] == Phase()
-    passes = 1 + 255  # 16 prompts of 256 tokens, then each token of a response but the last
-    assert unpinned["generate"].intra_bytes == pytest.approx(passes * 2 * NUM_7B * 7 / 8)
+    flags = (HYBRID, *ZERO3, "--num_gpus", "8", "--unpin_actor_parameters")
+    few, many = (plan_rloo(*flags, "--per_device_generation_batch_size", n) for n in ("16", "64"))
+    assert few["switch"] == Phase()
+    # 4,096 tokens of prompts of 256, then each token of a response but the last
+    assert few["generate"].intra_bytes == pytest.approx((1 + 255) * 2 * NUM_7B * 7 / 8)
+    assert many["generate"].intra_bytes == pytest.approx((4 + 255) * 2 * NUM_7B * 7 / 8)
 
 
 def test_an_offloaded_reference_crosses_the_link_from_the_cpu_and_nothing_comes_back():
