@@ -49,7 +49,10 @@ def source_line(name: str, baseline: dict) -> str:
 
 
 def update_page(page: str, baselines: dict[str, dict]) -> str:
-    """The page with the figures of these baselines. Raises ValueError for a row or a line that it lacks."""
+    """The page with the figures of these baselines.
+
+    Raises ValueError for a line or a row that it lacks, as of a table that had no ranges of several runs.
+    """
     for name, baseline in baselines.items():
         line = re.compile(
             rf"^Baseline: \[{re.escape(name)}\]\(\S+\), commit \w+, \d+ threads?;", re.MULTILINE
@@ -63,13 +66,16 @@ def update_page(page: str, baselines: dict[str, dict]) -> str:
             row = re.compile(
                 rf"(?<=\| ){re.escape(cells[0])}(?: \| [\d,.]+){{{len(cells) - 1}}} \|$", re.MULTILINE
             )
-            page, start = _replace(page, row, start, as_row(cells).removeprefix("| "), f"{name}: {cells[0]}")
+            new_row = as_row(cells)
+            page, start = _replace(
+                page, row, start, new_row.removeprefix("| "), f"{name}: {new_row}", until=source
+            )
     return page
 
 
-def _replace(page: str, old: re.Pattern, start: int, new: str, name: str) -> tuple[str, int]:
-    """The page with the first match after `start` replaced, and the end of the new text."""
-    match = old.search(page, start)
+def _replace(page: str, old: re.Pattern, start: int, new: str, name: str, until: str = "") -> tuple[str, int]:
+    """The page with the first match between `start` and `until` replaced, and the new text's end."""
+    match = old.search(page, start, page.rfind(until))
     if match is None:
         raise ValueError(f"docs/performance.md has no line for {name}")
     return page[: match.start()] + new + page[match.end() :], match.start() + len(new)

@@ -37,7 +37,7 @@ MAX_FILE_LINES, AIM_FILE_LINES = 420, 400
 MAX_FUNCTION_LINES, AIM_FUNCTION_LINES = 90, 60
 # Amounts that a change may lower. One that raises a number says why in its commit.
 AMOUNTS = {
-    "statements": 22_926,
+    "statements": 22_927,
     "statements that step 3 reaches": 13_368,
     "files that step 3 reaches": 129,
     "files that one file imports": 24,
