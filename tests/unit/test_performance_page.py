@@ -34,7 +34,7 @@ def test_a_new_baseline_changes_its_rows_only():
         if line.startswith("+ ")
     ]
     rate, source = changes
-    assert rate == "+ | ours, packed | 1,234 |"
+    assert rate.startswith("+ | ours, packed | 1,234 |")
     assert source.startswith(
         f"+ Baseline: [{name}](../benchmarks/baselines/{name}), commit 0123abc, 1 thread; "
     )
