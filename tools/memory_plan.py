@@ -112,7 +112,7 @@ def _fill(run: Run, moment: Moment) -> Moment:
         if role.spec.is_trained:
             _hold_training_state(run, role, verb, moment)
         _hold_activations(run, role, verb, moment)
-        # One weight at a time; a reference that uses the actor's base has only packed weights.
+        # One weight at a time. That a reference which uses the actor is in 4 bits, only its weights say.
         if (role.spec.is_in_4bit or role.num_packed) and verb not in ("idle", "wait", "step"):
             moment.hold(role.name, "unpacked weight", run.num_bytes * role.model.largest_linear)
         if role is run.actor:

@@ -1,6 +1,8 @@
 """Runs to be planned, of models whose shapes training_scripts/model_shapes.json has."""
 
+import json
 from functools import cache
+from pathlib import Path
 
 from common.flags.args import Problems
 from tools.memory_plan import MemoryPlan
@@ -39,6 +41,12 @@ def ppo(actor: str, critic: str, *flags: str) -> Run:
     """Return a run of step 3, without a critic that of RLOO."""
     critic_words = ("--critic_model_name_or_path", critic) if critic else ("--algorithm", "rloo")
     return make_run(("--stage", "3", "--actor_model_name_or_path", actor, *critic_words), flags)
+
+
+def with_zero(folder: Path, **keys: float) -> tuple[str, str]:
+    """Return the flag that sets these keys of ZeRO."""
+    (folder / "ds.json").write_text(json.dumps({"zero_optimization": keys}))
+    return "--ds_config", str(folder / "ds.json")
 
 
 def items(plan: MemoryPlan, phase: str, verb: str) -> dict[str, float]:

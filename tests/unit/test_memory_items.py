@@ -1,14 +1,11 @@
 """Items of a memory plan, counted by hand: 4-bit bases, buckets, gathered weights, steps, shared prompts."""
 
-import json
-
 import peft
 import pytest
 import transformers
-from planned_runs import LLAMA_7B, NUM_7B, NUM_350M, OPT_1B, OPT_350M, items, make_run, ppo, single
-from tiny_configs import tiny_config
+from planned_runs import LLAMA_7B, NUM_350M, OPT_1B, OPT_350M, items, make_run, ppo, single, with_zero
 
-from tools.memory_plan import MemoryPlan, Moment, head_bytes
+from tools.memory_plan import MemoryPlan, head_bytes
 from tools.planned_run import Run
 from tools.traced_layers import trace_activations
 
@@ -18,14 +15,8 @@ PHASE = "train policy"
 
 
 def item_by_verb(run: Run, item: str) -> dict[str, float]:
-    """The bytes of an item of the only role, by what it does."""
+    """Bytes on a device of an item of the only role, by what the role does."""
     return {m.verb: m.gpu.get(("policy", item), 0.0) for m in MemoryPlan(run).moments}
-
-
-def with_zero(tmp_path, **keys: float) -> tuple[str, str]:
-    """The flag that sets these keys of ZeRO."""
-    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": keys}))
-    return "--ds_config", str(tmp_path / "ds.json")
 
 
 # ---- weights --------------------------------------------------------------------------------------------
@@ -51,7 +42,7 @@ def test_only_the_role_that_runs_unpacks_a_weight():
 
 
 def uses_of_the_reference(*flags: str) -> set[tuple[str, str]]:
-    """When weights of the reference that are kept on the CPU are on the device."""
+    """Moments, a role and what it does, in which an offloaded reference is on the device."""
     plan = MemoryPlan(ppo(OPT_350M, OPT_350M, "--offload_reference_model", *flags))
     return {(m.role, m.verb) for m in plan.moments if ("reference", "weights") in m.gpu}
 
@@ -62,48 +53,41 @@ def test_a_teacher_scores_while_the_actor_is_trained():
     assert uses_of_the_reference(*teacher) == {("reference", "score"), ("actor", "backward")}
 
 
-def test_adapters_that_training_starts_from_are_the_reference(tmp_path):
-    base, adapter = str(tmp_path / "base"), str(tmp_path / "adapter")
-    config = tiny_config("llama", 320)
-    config.max_position_embeddings = 512
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(base)
-    model = transformers.AutoModelForCausalLM.from_pretrained(base, trust_remote_code=False)
-    peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(adapter)
-    run = ppo(adapter, "", "--reward", "http://a/b", "--num_gpus", "2")
-    size = 2 * run.actor.model.num_trained / 2  # bytes, shared among the ranks
-    plan = MemoryPlan(run)
-    assert {(m.role, m.verb): m.gpu["reference", "adapters"] for m in plan.moments} == {
-        (m.role, m.verb): 2 * size if (m.role, m.verb) == ("reference", "score") else size
-        for m in plan.moments
-    }  # the actor's own are put aside while the reference scores
+def test_adapters_that_training_starts_from_are_the_reference(tiny_model_folder, tmp_path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tiny_model_folder("llama"), trust_remote_code=False
+    )
+    peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(tmp_path)
+    words = ("--stage", "3", "--actor_model_name_or_path", str(tmp_path), "--algorithm", "rloo")
+    words += ("--max_prompt_seq_len", "24", "--max_answer_seq_len", "8")
+    run = make_run(words, ("--reward", "http://a/b", "--num_gpus", "2"))
+    of_rank = 2 * run.actor.model.num_trained / 2  # bytes, a half on each rank
+    for moment in MemoryPlan(run).moments:
+        is_scoring = (moment.role, moment.verb) == ("reference", "score")  # the actor's are put aside
+        assert moment.gpu["reference", "adapters"] == of_rank * (2 if is_scoring else 1)
 
 
 # ---- gradients, buckets, steps --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("flags", "backward", "reduce", "step"),
-    [  # bytes of gradients a parameter, on 4 ranks, of the second micro-batch
-        ("--zero_stage 0 --dtype fp32", 4, 4, 4),
-        ("--zero_stage 1", 2, 2 + 2 / 4, 2 / 4),
-        ("--zero_stage 2", 2 / 4, 2 * 2 / 4, 2 / 4),
-        ("--zero_stage 3", 2 / 4, 2 / 4, 2 / 4),
-        ("--zero_stage 1 --offload optimizer", 2, 2, 0),
-        ("--zero_stage 2 --offload optimizer", 0, 0, 0),
-        ("--zero_stage 3 --offload optimizer", 0, 0, 0),
+    ("flags", "first", "later", "step"),
+    [  # bytes of gradients a parameter on 4 ranks, in the backward pass and the reduction of a micro-batch
+        ("--zero_stage 0 --dtype fp32", (0, 4), (4, 4), 4),
+        ("--zero_stage 1", (0, 2 + 2 / 4), (2, 2 + 2 / 4), 2 / 4),
+        ("--zero_stage 2", (0, 2 / 4), (2 / 4, 2 * 2 / 4), 2 / 4),  # later ones are added to a rank's part
+        ("--zero_stage 3", (2 / 4, 2 / 4), (2 / 4, 2 / 4), 2 / 4),  # DeepSpeed has room from the start
+        ("--zero_stage 1 --offload optimizer", (0, 2), (2, 2), 0),
+        ("--zero_stage 2 --offload optimizer", (0, 0), (0, 0), 0),
+        ("--zero_stage 3 --offload optimizer", (0, 0), (0, 0), 0),
     ],
 )
-def test_gradients(flags, backward, reduce, step):
-    first, later = (
-        item_by_verb(single(OPT_350M, "--num_gpus", "4", *more, *flags.split()), "gradients")
-        for more in ((), ("--gradient_accumulation_steps", "2"))
-    )
-    verbs = ("backward", "reduce", "step")
-    assert [later[verb] / NUM_350M for verb in verbs] == [backward, reduce, step]
-    own = 0 if "offload" in flags else step  # under stage 2 the first are not added to others
-    is_kept = "stage 3" in flags  # DeepSpeed has room for them from the start
-    first_reduce = own if "stage 2" in flags else reduce
-    assert [first[verb] / NUM_350M for verb in verbs] == [own if is_kept else 0, first_reduce, step]
+def test_gradients(flags, first, later, step):
+    for num_micro_batches, of_last in (("1", first), ("2", later)):
+        words = ("--num_gpus", "4", "--gradient_accumulation_steps", num_micro_batches, *flags.split())
+        held = item_by_verb(single(OPT_350M, *words), "gradients")
+        of_parameter = [held[verb] / NUM_350M for verb in ("backward", "reduce", "step")]
+        assert of_parameter == [*of_last, step]
 
 
 BUCKET = 2e8  # elements: the most that is chosen
@@ -124,8 +108,8 @@ BUCKET = 2e8  # elements: the most that is chosen
 )
 def test_buckets(flags, idle, backward, reduce):
     run = single(OPT_350M, *flags.split())
-    found = {verb: num_bytes / run.num_bytes for verb, num_bytes in item_by_verb(run, "buckets").items()}
-    assert found == {"idle": idle, "score": idle, "backward": backward, "reduce": reduce, "step": idle}
+    elements = {verb: num_bytes / run.num_bytes for verb, num_bytes in item_by_verb(run, "buckets").items()}
+    assert elements == {"idle": idle, "score": idle, "backward": backward, "reduce": reduce, "step": idle}
 
 
 def test_a_bucket_that_is_never_filled_takes_memory_on_a_gpu_only(tmp_path):
@@ -134,6 +118,8 @@ def test_a_bucket_that_is_never_filled_takes_memory_on_a_gpu_only(tmp_path):
         item_by_verb(single(OPT_350M, *flags, *more), "buckets") for more in ((), ("--gpu", "cpu"))
     )
     assert on_gpu["backward"] == 2 * 10**9 and on_cpu["backward"] == 4 * NUM_350M
+    small = ("--zero_stage", "3", "--num_gpus", "2", *with_zero(tmp_path, reduce_bucket_size=10**6))
+    assert item_by_verb(single(OPT_350M, *small), "buckets")["idle"] == 2 * 10**6
 
 
 def test_a_step_under_stage_3_is_of_some_weights_at_a_time(tmp_path):
@@ -142,13 +128,13 @@ def test_a_step_under_stage_3_is_of_some_weights_at_a_time(tmp_path):
     assert three["step"] == 6 * 10**8 and two["step"] == 6 * NUM_350M / 2
 
 
-@pytest.mark.parametrize(("num_ranks", "moment_of_muon"), [(1, False), (8, True)])
-def test_muon_steps_its_matrices_and_the_other_weights_in_turn(num_ranks, moment_of_muon):
+@pytest.mark.parametrize(("num_ranks", "muon_is_more"), [(1, False), (8, True)])
+def test_muon_steps_its_matrices_and_the_other_weights_in_turn(num_ranks, muon_is_more):
     matrices = IN_LINEAR - 2 * 512 * 1024
     run = single(OPT_350M, "--optimizer", "muon", "--num_gpus", str(num_ranks))
     by_adamw = 6 * matrices / num_ranks  # the larger group's fp32 gradients and its weights in 16 bits
     by_muon = 4 * matrices / num_ranks + (32 + 2 * num_ranks) * 1024 * 4096
-    assert (by_muon > by_adamw) == moment_of_muon
+    assert (by_muon > by_adamw) == muon_is_more
     assert item_by_verb(run, "step's buffers")["step"] == pytest.approx(max(by_adamw, by_muon), rel=1e-12)
 
 
@@ -164,31 +150,41 @@ def test_states_are_lent_to_generation_and_an_average_is_where_the_weights_are()
 # ---- gathered weights, activations ----------------------------------------------------------------------
 
 
+AGAIN, DISTANCE, AHEAD = (
+    "--gradient_checkpointing",
+    "stage3_max_reuse_distance",
+    "stage3_prefetch_bucket_size",
+)
+
+
 @pytest.mark.parametrize(
-    ("flags", "keys", "score", "backward"),
-    [  # elements besides the largest module: the limit of live parameters, and what is fetched ahead
-        ("", {}, 1e9 + 3e7, NUM_7B + 3e7),  # views of all weights are saved
-        ("--gradient_checkpointing", {}, 1e9 + 3e7, 1e9 + 3e7),
-        ("--gradient_checkpointing", {"stage3_max_reuse_distance": 6e9}, 1e9 + 3e7, 2e9 + 3e7),
-        ("", {"stage3_max_reuse_distance": 6e9, "memory_efficient_linear": True}, 1e9 + 3e7, 3e9 + 3e7),
-        ("", {"stage3_prefetch_bucket_size": 0}, 1e9, NUM_7B),
+    ("flags", "keys", "live", "ahead"),
+    [  # elements in a backward pass, and of what is fetched ahead
+        ("", {}, NUM_350M, 3e7),  # views of all weights are saved
+        (AGAIN, {DISTANCE: 3e7}, 3e7 / 3, 3e7),
+        ("", {DISTANCE: 3e7, "memory_efficient_linear": True}, 3e7 / 2, 3e7),
+        (AGAIN, {DISTANCE: 0.0}, 1e6, 3e7),
+        ("", {AHEAD: 0}, NUM_350M, 0),
     ],
 )
-def test_weights_that_stage_3_gathers(tmp_path, flags, keys, score, backward):
-    words = ("--zero_stage", "3", *flags.split(), *with_zero(tmp_path, **keys))
-    found = item_by_verb(single(LLAMA_7B, "--num_gpus", "2", *words), "gathered weights")
-    largest = 32000 * 4096
-    assert found == {
-        "idle": 0, "score": 2 * (score + largest), "backward": 2 * (backward + largest),
-        "reduce": 2 * (1e9 + largest + (3e7 if keys.get("stage3_prefetch_bucket_size", 1) else 0) + largest),
-        "step": 0,
-    }  # fmt: skip
-    assert set(item_by_verb(single(LLAMA_7B, *words), "gathered weights").values()) == {0}  # on one rank
+def test_weights_that_stage_3_gathers(tmp_path, flags, keys, live, ahead):
+    limit = with_zero(tmp_path, stage3_max_live_parameters=1e6, **keys)
+    flags = ("--zero_stage", "3", *flags.split(), *limit)
+    gathered = item_by_verb(single(OPT_350M, "--num_gpus", "2", *flags), "gathered weights")
+    score, backward = (2 * (elements + ahead + LARGEST) for elements in (1e6, live))
+    reduce = score + 2 * LARGEST  # a gradient
+    assert gathered == {"idle": 0, "score": score, "backward": backward, "reduce": reduce, "step": 0}
+    assert set(item_by_verb(single(OPT_350M, *flags), "gathered weights").values()) == {0}  # on one rank
 
 
 def test_gathered_weights_are_twice_the_model_at_most(tmp_path):
-    flags = ("--zero_stage", "3", "--num_gpus", "2", *with_zero(tmp_path, stage3_prefetch_bucket_size=10**9))
-    assert item_by_verb(single(OPT_350M, *flags), "gathered weights")["score"] == 2 * 2 * NUM_350M
+    flags = ("--zero_stage", "3", "--num_gpus", "2")
+    usual, capped = (
+        item_by_verb(single(OPT_350M, *flags, *more), "gathered weights")
+        for more in ((), with_zero(tmp_path, **{AHEAD: 10**9}))
+    )
+    assert capped["score"] == capped["backward"] == 2 * 2 * NUM_350M
+    assert usual["reduce"] - usual["backward"] == 2 * LARGEST  # its gradient
 
 
 def test_the_keys_of_a_shared_prompt_are_copied_for_each_response():
@@ -220,12 +216,10 @@ def test_activations_beside_the_head(model, head_is_more):
     assert held["backward"] == saved + max(head, 16 * traced.backward_work)
 
 
-def test_each_layer_saves_the_sums_of_its_experts_and_their_adapters(monkeypatch, tmp_path):
-    config = tiny_config("mixtral", 320)
-    config.num_hidden_layers, config.max_position_embeddings = 3, 512
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+def test_each_layer_saves_the_sums_of_its_experts_and_their_adapters(monkeypatch, tiny_model_folder):
+    words = ("--stage", "1", "--model_name_or_path", tiny_model_folder("mixtral"), "--max_seq_len", "64")
     flags = ("--dtype", "fp32", "--lora_dim", "2", "--lora_module_name", "experts")
-    runs = [single(str(tmp_path), *flags, *more) for more in ((), ("--gradient_checkpointing",))]
+    runs = [make_run(words, (*flags, *more)) for more in ((), ("--gradient_checkpointing",))]
     with_sums = [item_by_verb(run, "activations") for run in runs]
     for run in runs:
         monkeypatch.setattr(run.roles[0].model, "num_in_stacks", 0)
@@ -235,8 +229,8 @@ def test_each_layer_saves_the_sums_of_its_experts_and_their_adapters(monkeypatch
         {verb: held[verb] - other[verb] for verb in held}
         for held, other in zip(with_sums, without, strict=True)
     ]
-    assert sums == [  # half a layer's: its gradients
-        {"idle": 0, "score": of_layer, "backward": 3.5 * of_layer, "reduce": 0, "step": 0},
+    assert sums == [  # of both layers or of one, and half a layer's: gradients
+        {"idle": 0, "score": of_layer, "backward": 2.5 * of_layer, "reduce": 0, "step": 0},
         {"idle": 0, "score": of_layer, "backward": 1.5 * of_layer, "reduce": 0, "step": 0},
     ]
 
@@ -334,9 +328,8 @@ def test_what_is_left_and_what_is_lacking():
 
 def test_on_a_cpu_all_is_in_one_memory():
     flags = ("--zero_stage", "2", "--offload", "optimizer", "--gpu", "cpu", "--dtype", "fp32")
-    idle: Moment = MemoryPlan(single(OPT_350M, *flags)).moments[0]
+    idle = MemoryPlan(single(OPT_350M, *flags)).moments[0]
     assert not idle.cpu
-    assert (
-        idle.gpu["policy", "optimizer"] == 12 * NUM_350M and idle.gpu["policy", "gradients"] == 8 * NUM_350M
-    )
+    assert idle.gpu["policy", "optimizer"] == 12 * NUM_350M
+    assert idle.gpu["policy", "gradients"] == 8 * NUM_350M
     assert idle.gpu["device", "reserved"] == 0.6 * 2**30

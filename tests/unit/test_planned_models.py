@@ -1,18 +1,15 @@
 """What plans know of models without weights: parameters, switches, activations, prompts of groups."""
 
-import json
-
 import pytest
 import torch
 import transformers
-from planned_runs import LLAMA_7B, NUM_7B, NUM_350M, OPT_350M, ppo, single
+from planned_runs import LLAMA_7B, NUM_7B, OPT_350M, ppo, single
 from tiny_configs import tiny_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from common.generation.resharding import TPLayout
 from common.models.lora import LoraOptions
 from common.models.model_inputs import build_model_inputs
-from tools.memory_plan import MemoryPlan
 from tools.planned_model import PlannedModel, plan_switch
 from tools.traced_layers import LiveBytes, trace_activations
 
@@ -141,22 +138,3 @@ def test_a_layers_operations_are_traced_for_one_layer():
     assert traced.forward.launches == 38 and traced.training.launches == 98
     twice = trace_activations(planned(LLAMA), "bf16", 16)
     assert twice.forward == (38, pytest.approx(2 * traced.forward.num_bytes, rel=0.05))
-
-
-def test_whole_weights_are_those_live_prefetched_and_of_the_largest_module(tmp_path):
-    """In elements, of bf16; the embedding is the largest module, and 3e7 are prefetched."""
-    embedding, zero, file = 50272 * 512, {"stage3_max_live_parameters": 1e6}, tmp_path / "ds.json"
-    flags = ("--zero_stage", "3", "--num_gpus", "4", "--ds_config", str(file))
-
-    def held_by(*more: str, **changes: float) -> float:
-        file.write_text(json.dumps({"zero_optimization": zero | changes}))
-        moments = MemoryPlan(single(OPT_350M, *flags, *more)).moments
-        [moment] = [m for m in moments if (m.phase, m.verb) == ("train policy", "backward")]
-        return moment.gpu["policy", "gathered weights"] / 2
-
-    again, reuse = "--gradient_checkpointing", {"stage3_max_reuse_distance": 3e7}
-    assert held_by() == NUM_350M + embedding + 3e7
-    assert held_by(again, **reuse) == 3e7 / 3 + embedding + 3e7
-    assert held_by(memory_efficient_linear=True, **reuse) == 3e7 / 2 + embedding + 3e7
-    assert held_by(again, stage3_max_reuse_distance=0.0) == 1e6 + embedding + 3e7
-    assert held_by(stage3_prefetch_bucket_size=1e9) == 2 * NUM_350M, "no more than a copy of each"

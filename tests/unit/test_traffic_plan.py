@@ -1,7 +1,18 @@
 """Traffic plans: bytes by hand, and groups as the hybrid engine makes them."""
 
 import pytest
-from planned_runs import LLAMA_7B, LLAMA_70B, NUM_1B, NUM_7B, NUM_350M, OPT_1B, OPT_350M, ppo, single
+from planned_runs import (
+    LLAMA_7B,
+    LLAMA_70B,
+    NUM_1B,
+    NUM_7B,
+    NUM_350M,
+    OPT_1B,
+    OPT_350M,
+    ppo,
+    single,
+    with_zero,
+)
 
 from tools.memory_plan import MemoryPlan
 from tools.planned_run import Run
@@ -38,15 +49,12 @@ def test_bytes_of_an_update_by_stage(tmp_path):
     m, share = 2 * NUM_7B, 7 / 8  # weights and gradients in bf16
     assert received("--dtype", "fp32") == pytest.approx(2 * 2 * m * share)
     # DeepSpeed's ZeRO 1 and 2: all-reduce of gradients, all-gather of weights; 2 for every micro-batch
-    assert received("--zero_stage", "1") == pytest.approx(3 * m * share)
-    assert received("--zero_stage", "1", "--gradient_accumulation_steps", "4") == received(
-        "--zero_stage", "1"
-    )
+    for more in ((), ("--gradient_accumulation_steps", "4")):
+        assert received("--zero_stage", "1", *more) == pytest.approx(3 * m * share)
     two = ("--zero_stage", "2", "--gradient_accumulation_steps", "4")
     assert received(*two) == pytest.approx((4 * 2 + 1) * m * share)
     three = ("--zero_stage", "3", "--gradient_accumulation_steps", "2")  # gathers twice and scatters once
-    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage3_max_reuse_distance": 0}}')
-    anew = received(*three, "--ds_config", str(tmp_path / "ds.json"))
+    anew = received(*three, *with_zero(tmp_path, stage3_max_reuse_distance=0))
     assert anew == pytest.approx(2 * 3 * m * share)
     # half of a distance of 10^9 parameters is still there
     assert anew - received(*three) == pytest.approx(2 * 2 * 5e8 * share)
@@ -74,9 +82,8 @@ def test_gradients_go_to_the_cpu_and_weights_come_back_in_every_epoch(stage):
 
 def test_what_a_recomputed_layer_uses_early_is_gathered_a_third_time(tmp_path):
     def received_with(distance: float, *flags: str) -> float:
-        file = tmp_path / "ds.json"
-        file.write_text(f'{{"zero_optimization": {{"stage3_max_reuse_distance": {distance:.0f}}}}}')
-        return received("--zero_stage", "3", "--ds_config", str(file), *flags)
+        limit = with_zero(tmp_path, stage3_max_reuse_distance=round(distance))
+        return received("--zero_stage", "3", *limit, *flags)
 
     attention, mlp = 4 * 4096 * 4096, 4096 * 11008  # of a layer: 4 matrices together, one of 3
     # The last matrix is there when the backward pass begins. Behind gate_proj are two of the MLP, recomputed
